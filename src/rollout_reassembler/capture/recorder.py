@@ -1,0 +1,218 @@
+"""The worker's side of capture: from an engine's answer to a staged call.
+
+In come an admission (from the ledger) and what the engine did: prompt, sampled tokens, their log
+probabilities. Out go coordinates, and only after the call's delta is durable: *staged before
+acknowledged*. Nothing here knows an engine.
+
+    recorder = CallRecorder(sink, weight_version=lambda: trainer_version, source=source)
+    call = recorder.begin_call(admission)                       # stamps the weight version: 7
+    prompt = [*call.prefix_token_ids, *tokenize(what_was_added)]
+    answer = engine.generate(prompt)                            # meanwhile the weights became 8
+    coords = recorder.complete_call(call, prompt, answer.token_ids, answer.logprobs)
+    coords.disposition, coords.weight_version                   # ("staged", 7)
+
+What must stay true: **capture never fails the model's answer**. Wrong data and a data plane that
+cannot be reached become coordinates with `capture_failed` and a reason, which poison the rollout when
+the ledger records them. Only misuse raises: a call closed twice, a weight version that is no count.
+
+For router replay `extras` holds `routed_experts`, one row a *delta* token, and optionally
+`routed_experts_boundary`, the route of the parent's last sampled token as this call's prefill
+computed it. Extras are staged as they come, under their digest.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_reassembler.capture.prefixes import DEFAULT_MAX_TOKENS, PrefixCache
+from rollout_reassembler.capture.records import (
+    INVALID_CALL,
+    PREFIX_UNAVAILABLE,
+    PROMPT_DIVERGES,
+    STAGING_FAILED,
+    UNRESOLVED_PARENT,
+    CallClosed,
+    CaptureAdmission,
+    CommitCoords,
+)
+from rollout_reassembler.contract import digests
+from rollout_reassembler.contract.digests import Integers
+from rollout_reassembler.contract.errors import ContractError, DataPlaneError, InvalidStagedCall, StagedRowsMissing
+from rollout_reassembler.contract.records import CallRecord, StagedCall, StageResult, seal_call
+
+LOGGER = logging.getLogger(__name__)
+
+TokenIds = Sequence[int] | npt.NDArray[Any]
+LogProbs = Sequence[float] | npt.NDArray[Any]
+
+NO_TOKENS: Integers = np.empty(0, dtype=np.int64)
+
+
+class CallSink(Protocol):
+    """Where calls become durable. Reports a data plane's failure in its result; called from many threads."""
+
+    def stage(self, record: StagedCall, /) -> StageResult: ...
+
+
+class CallSource(Protocol):
+    """Where staged calls are read from: in the order asked, or `StagedRowsMissing`."""
+
+    def fetch(self, keys: list[str], /) -> list[StagedCall]: ...
+
+
+@dataclass(frozen=True)
+class OpenCall:
+    """A call between its admission and its answer.
+
+    `prefix_token_ids` is int64 `[prev_len]`, the parent's whole sequence, with which the engine's prompt
+    must begin; empty for a root. When the call already cannot be captured, `failure` says why and
+    the prefix is empty: answer it from the messages alone.
+    """
+
+    admission: CaptureAdmission
+    weight_version: int
+    prefix_token_ids: Integers = field(default_factory=lambda: NO_TOKENS)
+    failure: str | None = None
+    _closing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def close(self) -> None:
+        """Raises `CallClosed` for everyone but the first who closes the call."""
+        if not self._closing.acquire(blocking=False):
+            raise CallClosed(f"call {self.admission.model_call_id!r} of {self.admission.rollout_id!r} is closed")
+
+
+class CallRecorder:
+    """Stages the calls of one inference worker. Safe to share between its threads.
+
+    `weight_version` is asked once a call, when it begins. `source` is needed where a parent may have
+    been served by another worker, or so long ago that its sequence fell out of the cache.
+    """
+
+    def __init__(
+        self,
+        sink: CallSink,
+        *,
+        weight_version: Callable[[], int],
+        source: CallSource | None = None,
+        max_cached_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> None:
+        self._sink = sink
+        self._source = source
+        self._weight_version = weight_version
+        self._prefixes = PrefixCache(max_cached_tokens)
+
+    def begin_call(self, admission: CaptureAdmission) -> OpenCall:
+        """Stamp the weight version and find the tokens that the prompt must begin with."""
+        version = self._weight_version()
+        if type(version) is not int or version < 0:
+            raise ValueError(f"a weight version is a non-negative int, got {version!r}")
+        if admission.resolution == "unresolved":
+            return OpenCall(admission, version, failure=f"{UNRESOLVED_PARENT}: {admission.unresolved_reason}")
+        try:
+            return OpenCall(admission, version, self.prefix_token_ids(admission))
+        except (ContractError, DataPlaneError) as error:
+            return OpenCall(admission, version, failure=f"{PREFIX_UNAVAILABLE}: {error}")
+
+    def prefix_token_ids(self, admission: CaptureAdmission) -> Integers:
+        """The parent's whole sequence, int64 `[prev_len]`, read-only; proven by the parent's chain hash.
+
+        Raises `StagedRowsMissing` (or another `DataPlaneError`) when it cannot be read, and
+        `InvalidStagedCall` when what was read is not that sequence.
+        """
+        parent = admission.parent
+        if parent is None:
+            return NO_TOKENS
+        key = admission.staging_chain[-1]
+        held = self._prefixes.get(key, parent.chain_hash)
+        if held is not None:
+            return held
+        if self._source is None:
+            raise StagedRowsMissing("not cached here, and this recorder has no source", keys=admission.staging_chain)
+        token_ids = _followed(self._source.fetch(list(admission.staging_chain)), admission)
+        self._prefixes.put(key, parent.chain_hash, token_ids)
+        return token_ids
+
+    def complete_call(
+        self,
+        call: OpenCall,
+        prompt_token_ids: TokenIds,
+        generated_token_ids: TokenIds,
+        generated_logprobs: LogProbs,
+        extras: Mapping[str, Any] | None = None,
+    ) -> CommitCoords:
+        """Stage what the call added to its parent, then acknowledge it.
+
+        `prompt_token_ids` is `[P]`, the engine's whole prompt; `generated_token_ids` and
+        `generated_logprobs` are `[G]`. A call with `G = 0` is staged for the record: nothing of it can be trained.
+        """
+        call.close()
+        if call.failure is not None:
+            return _failed(call, call.failure)
+        try:
+            token_ids = _sequence(call, prompt_token_ids, generated_token_ids)
+            staged = _sealed(call, token_ids, len(generated_token_ids), generated_logprobs, extras)
+        except InvalidStagedCall as error:
+            return _failed(call, f"{error.code}: {error.detail}")
+        result = self._sink.stage(staged)
+        if not result.ok:
+            return _failed(call, f"{STAGING_FAILED}: {result.error}")
+        self._prefixes.put(staged.staging_key, staged.chain_hash, token_ids)
+        return CommitCoords.of(staged, generation_len=len(generated_token_ids), key=result.staging_key)
+
+    def fail_call(self, call: OpenCall, reason: str) -> CommitCoords:
+        """The engine answered, but its tokens cannot be had (an answer without them, say): poisons the rollout."""
+        call.close()
+        return _failed(call, reason)
+
+    def abort_call(self, call: OpenCall) -> None:
+        """The engine gave no answer. Nothing is staged and nothing poisoned: nobody saw a token of it."""
+        call.close()
+
+
+def _sequence(call: OpenCall, prompt_token_ids: TokenIds, generated_token_ids: TokenIds) -> Integers:
+    """The call's whole sequence, int64 `[P + G]`, once its prompt is known to begin with the parent's."""
+    prompt, prefix = _token_ids(prompt_token_ids), call.prefix_token_ids
+    if len(prompt) < len(prefix):
+        raise InvalidStagedCall(
+            f"the parent's sequence has {len(prefix)} tokens, the prompt only {len(prompt)}", code=PROMPT_DIVERGES
+        )
+    differs = np.flatnonzero(prompt[: len(prefix)] != prefix)
+    if differs.size:
+        at = int(differs[0])
+        raise InvalidStagedCall(
+            f"at {at} the parent's sequence has token {prefix[at]}, the prompt {prompt[at]}", code=PROMPT_DIVERGES
+        )
+    return np.concatenate([prompt, _token_ids(generated_token_ids)])
+
+
+def _sealed(
+    call: OpenCall, token_ids: Integers, generation_len: int, log_probs: LogProbs, extras: Mapping[str, Any] | None
+) -> StagedCall:
+    """The call's delta: the carry with mask 0, then `generation_len` sampled tokens with mask 1."""
+    admission, prev_len = call.admission, call.admission.prev_len
+    sampled = _as_call(digests.as_floats, log_probs, "log probabilities")
+    if len(sampled) != generation_len:
+        raise InvalidStagedCall(
+            f"{generation_len} tokens were sampled, with {len(sampled)} log probabilities", code=INVALID_CALL
+        )
+    carry_len = len(token_ids) - prev_len - generation_len
+    return _as_call(
+        seal_call,
+        rollout_id=admission.rollout_id,
+        model_call_id=admission.model_call_id,
+        token_ids_delta=token_ids[prev_len:],
+        token_mask_delta=np.repeat(np.float32([0, 1]), [carry_len, generation_len]),
+        generation_log_probs_delta=np.concatenate([np.zeros(carry_len, dtype=np.float32), sampled]),
+        weight_version=call.weight_version,
+        # seal_call reads of a parent what a ParentLink holds, and nothing else.
+        parent=cast("CallRecord | None", admission.parent),
+        prefix_token_ids=token_ids[:prev_len],
+        extras=extras,
+    )

@@ -1,0 +1,83 @@
+"""What crosses a process boundary: requests to a reassembler actor and its answers.
+
+All of these are frozen dataclasses of metadata: ids, numbers, receipts, keys. Tokens, arrays and
+bytes never appear in them (`assert_metadata_only` holds that on both sides of the call); rows
+travel through the data plane, and an answer only names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class KVBatchMeta:
+    """Names of rows in a partition: what a consumer needs to read them, without the rows."""
+
+    partition_id: str
+    task_name: str | None = None
+    sample_ids: list[str] = field(default_factory=list)
+    fields: list[str] | None = None
+    sequence_lengths: list[int] | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    tags: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class ReassemblyRequest:
+    """One prompt group to finalize. Produced by the rollout driver, consumed by an actor.
+
+    The tuples are parallel: entry `i` of each belongs to rollout `i`. A receipt is the plain dict of
+    a `RolloutReceipt`, or `None` when it was lost. `mask_sample` and `truncated` may be left out per
+    group (`None`): no row is masked, and a row is truncated when it fills `max_seq_len`.
+    """
+
+    group_id: str
+    rollout_ids: tuple[str, ...]
+    canonical_sample_ids: tuple[str, ...] | None
+    receipts: tuple[Mapping[str, Any] | None, ...]
+    rewards: tuple[float | None, ...]
+    fallback_weight_version: int
+    prompt_idx: int
+    mask_sample: tuple[bool, ...] | bool | None = None
+    loss_multiplier: float = 1.0
+    truncated: tuple[bool, ...] | None = None
+
+
+@dataclass(frozen=True)
+class FinalizedGroup:
+    """The answer to a request: which rows were published and what became of each rollout.
+
+    `metrics` are plain numbers by name. `rejections` maps a rejected rollout's id to its reason.
+    `staging_keys` are the staged rows that were proven to be the group's own, to be cleared once it
+    is published; `cleanup_pending` are those that may still be there (none on a good day). `timings` are milliseconds a
+    phase; they tell of one run, so they take no part in comparing answers.
+    """
+
+    meta: KVBatchMeta
+    group_min_wv: int
+    group_max_wv: int
+    staging_keys: tuple[str, ...]
+    canonical_output_tokens: int
+    metrics: dict[str, float]
+    dropped: bool = False
+    drop_reason: str | None = None
+    valid_row_count: int = 0
+    total_row_count: int = 0
+    rejections: dict[str, str] = field(default_factory=dict)
+    cleanup_pending: tuple[str, ...] = ()
+    timings: dict[str, float] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class RolloutReassemblerActorConfig:
+    """What every actor of a pool reassembles, and where to."""
+
+    partition_id: str
+    staging_partition: str
+    pad_token_id: int
+    router_replay_enabled: bool = False
+    defer_routed_experts_to_policy: bool = False
+    max_seq_len: int | None = None

@@ -1,0 +1,133 @@
+"""Metadata only across RPC: what may be in a request or an answer, and how much of it.
+
+An allow list, not a search for tensors: strings, numbers, booleans, `None`, tuples, lists,
+string-keyed dicts and the messages of `messages.py` pass; every other type is refused by its name.
+On top, names that hold tokens elsewhere in the system are refused whatever they hold, and the whole
+must fit a byte budget, so that a list of a million integers does not pass as "metadata".
+
+    assert_metadata_only({"receipts": [{"manifest": [{"token_ids": [1, 2]}]}]})
+    RpcPayloadError: rpc['receipts'][0]['manifest'][0]['token_ids']: …
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from rollout_reassembler.contract.errors import RpcPayloadError
+from rollout_reassembler.contract.messages import (
+    FinalizedGroup,
+    KVBatchMeta,
+    ReassemblyRequest,
+    RolloutReassemblerActorConfig,
+)
+
+MAX_RPC_BYTES = 16 << 20
+MAX_RPC_DEPTH = 32
+
+_FORBIDDEN_RPC_KEYS = frozenset(
+    {
+        "attention_mask",
+        "canonical_row",
+        "extras",
+        "generation_log_probs",
+        "generation_log_probs_delta",
+        "generation_logprobs",
+        "generation_token_ids",
+        "input_ids",
+        "log_probs",
+        "logprobs",
+        "output_ids",
+        "prompt_ids_for_adv",
+        "prompt_token_ids",
+        "required_prefix_token_ids",
+        "routed_experts",
+        "routed_experts_boundary",
+        "token_ids",
+        "token_ids_delta",
+        "token_mask",
+        "token_mask_delta",
+    }
+)
+
+_MESSAGES = {
+    kind: tuple(field.name for field in dataclasses.fields(kind))
+    for kind in (FinalizedGroup, KVBatchMeta, ReassemblyRequest, RolloutReassemblerActorConfig)
+}
+_NUMBERS = frozenset({int, float, bool, type(None)})
+_NUMBER_BYTES = 8
+
+
+def assert_metadata_only(value: Any, *, path: str = "rpc", max_bytes: int = MAX_RPC_BYTES) -> int:
+    """Refuse anything but metadata; returns its size in bytes (text as it is, 8 a number or item).
+
+    Raises `RpcPayloadError` with the path of the first offender, what was found and its size.
+    """
+    return _measure(value, path, max_bytes, [])
+
+
+def _measure(value: Any, path: str, budget: int, above: list[int]) -> int:
+    """Bytes of `value`, at most `budget`. `above` holds the ids of the containers around it."""
+    kind = type(value)
+    if kind is str:
+        size = len(value)
+    elif kind in _NUMBERS:
+        size = max(_NUMBER_BYTES, value.bit_length() // 8) if kind is int else _NUMBER_BYTES
+    else:
+        return _measure_container(value, path, budget, above)
+    if size > budget:
+        raise _over_budget(path, f"{kind.__name__} of {size} bytes")
+    return size
+
+
+def _measure_container(value: Any, path: str, budget: int, above: list[int]) -> int:
+    if id(value) in above:
+        raise RpcPayloadError(path, "a container that holds itself; metadata is a tree")
+    if len(above) >= MAX_RPC_DEPTH:
+        raise RpcPayloadError(path, f"nested deeper than {MAX_RPC_DEPTH}")
+    above.append(id(value))
+    kind = type(value)
+    size = 0
+    if kind is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise RpcPayloadError(path, f"a dict key of type {type(key).__name__}; keys are strings")
+            if key in _FORBIDDEN_RPC_KEYS:
+                raise RpcPayloadError(f"{path}[{key!r}]", f"{_describe(item)} under a name that holds tokens or routes")
+            size += len(key)
+            # Most of a receipt is short text; its path is put together only where there is a container below.
+            if type(item) is str:
+                size += len(item)
+            else:
+                size += _measure(item, f"{path}[{key!r}]", budget - size, above)
+            if size > budget:
+                raise _over_budget(f"{path}[{key!r}]", _describe(item))
+    elif kind is list or kind is tuple:
+        if len(value) * _NUMBER_BYTES > budget:
+            raise _over_budget(path, _describe(value))
+        for index, item in enumerate(value):
+            size += _NUMBER_BYTES + _measure(item, f"{path}[{index}]", budget - size, above)
+            if size > budget:
+                raise _over_budget(f"{path}[{index}]", _describe(item))
+    elif kind in _MESSAGES:
+        for name in _MESSAGES[kind]:
+            size += _measure(getattr(value, name), f"{path}.{name}", budget - size, above)
+    else:
+        raise RpcPayloadError(path, f"{_describe(value)} is not metadata; rows travel through the data plane")
+    above.pop()
+    return size
+
+
+def _over_budget(path: str, found: str) -> RpcPayloadError:
+    return RpcPayloadError(path, f"{found} goes over the byte budget of a call")
+
+
+def _describe(value: Any) -> str:
+    """A value by type and size, never by content."""
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    shape = getattr(value, "shape", None)
+    size = getattr(value, "nbytes", None)
+    if shape is not None:
+        return f"{name} of shape {tuple(shape)}" + (f", {size} bytes" if isinstance(size, int) else "")
+    return f"{name} of {len(value)} items" if hasattr(value, "__len__") else name

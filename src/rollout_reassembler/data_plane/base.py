@@ -1,0 +1,159 @@
+"""The contract of a data plane: rows by key, in partitions, with columns and tags.
+
+A *partition* holds rows. A *row* has a key, a few named *columns* (an array or raw bytes each) and
+*tags* (a small string-keyed dict, metadata only); a partition may have rows of tags alone. What every adapter promises, and what the
+conformance suite holds it to:
+
+- `put_samples` returns when the rows are durable. It overwrites just the columns it is given; tags
+  merge into those that are there. Tags become visible after the columns: a tag that is there means
+  that the row was written. A put that raises may have written any part; the same put again mends it.
+- `get_samples` returns rows in the order asked. A key that is not there, or lacks a selected
+  column, raises `RowsMissing` with exactly those keys; with `partial=True` it is listed in
+  `SampleBatch.missing` instead. A get never silently returns fewer rows.
+- `clear_samples` of unknown keys does nothing.
+- Columns come back with the dtype they were registered with. Nothing is cast: a write that does
+  not fit the registered `FieldSpec` is refused with `SchemaViolation` before anything is written.
+- No call waits for ever: `DataPlaneTimeout` and `DataPlaneUnavailable` name call, partition, keys
+  and seconds. After a timeout, whether the call took effect is unknown; repeating it is safe.
+- The partition must be registered (`PartitionNotRegistered`), once, by anyone.
+
+Values inside a row prove themselves (see `staging/`); the plane is not trusted to return the bytes
+that were put under a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_reassembler.contract.messages import KVBatchMeta
+
+Cell = bytes | npt.NDArray[Any]
+"""One row's value in one column: raw bytes, or an array of the column's dtype and rank."""
+
+Column = Sequence[Any] | npt.NDArray[Any]
+"""One value a row. Rank 0 columns may be one dense array `[rows]`."""
+
+Tags = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """What one column holds: a numpy dtype name and the rank of a row's value, or raw bytes.
+
+    `FieldSpec("int64", 1)` is a jagged column of int64 vectors, `FieldSpec("float32", 0)` a column of
+    scalars, `FieldSpec("bytes")` one bytes value a row.
+    """
+
+    dtype: str
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype != "bytes":
+            np.dtype(self.dtype)
+        if self.rank < 0 or (self.dtype == "bytes" and self.rank):
+            raise ValueError(f"a field of {self.dtype} cannot have rank {self.rank}")
+
+
+Schema = Mapping[str, FieldSpec]
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """Rows as they were read, in the order asked, without those listed in `missing`.
+
+    `columns[name]` has one entry for each of `sample_ids`: a list of bytes or of arrays `[...]`, or
+    one dense array `[rows]` for a column of scalars.
+    """
+
+    sample_ids: list[str]
+    columns: dict[str, Any]
+    missing: list[str] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each row as `(sample_id, {column: value})`."""
+        for index, sample_id in enumerate(self.sample_ids):
+            yield sample_id, {name: column[index] for name, column in self.columns.items()}
+
+
+@runtime_checkable
+class DataPlaneClient(Protocol):
+    """A connection to a data plane. Safe to share between threads of one process."""
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Schema,
+        *,
+        num_samples: int | None = None,
+        consumer_tasks: Sequence[str] = (),
+    ) -> None:
+        """Create the partition and fix its columns; the same registration again does nothing.
+
+        Raises `SchemaViolation` if it exists with other columns.
+        """
+
+    def is_registered(self, partition_id: str) -> bool:
+        """Whether anyone has registered the partition."""
+
+    def put_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: Mapping[str, Column] | None = None,
+        tags: Sequence[Tags] | None = None,
+    ) -> KVBatchMeta:
+        """Write columns, tags, or both, for these keys; returns when they are durable.
+
+        Raises `ValueError` for an empty or repeated key or columns of another length, and before
+        anything is written.
+        """
+
+    def get_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        select_fields: Sequence[str] | None = None,
+        *,
+        partial: bool = False,
+    ) -> SampleBatch:
+        """Read the selected columns (all registered ones when none are named) of these keys."""
+
+    def get_tags(self, sample_ids: Sequence[str], partition_id: str) -> list[Tags | None]:
+        """The tags of each key, `None` where the key is unknown. Moves no column."""
+
+    def list_samples(self, partition_id: str) -> dict[str, Tags]:
+        """All keys of the partition with their tags. Costs time in proportion to the partition."""
+
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        """Remove these rows with their tags, or all rows of the partition for `None`."""
+
+    def claim_meta(
+        self, partition_id: str, task_name: str, required_fields: Sequence[str], batch_size: int
+    ) -> KVBatchMeta:
+        """Claim up to `batch_size` rows that hold these columns and that `task_name` has not had yet."""
+
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> SampleBatch:
+        """Read the rows that a `KVBatchMeta` names."""
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Whether each of the tasks has claimed every row that is in the partition now."""
+
+    def save_checkpoint(self, directory: str, *, metadata: Mapping[str, Any] | None = None) -> None:
+        """Write all partitions, rows and tags under `directory`."""
+
+    def load_checkpoint(self, directory: str) -> dict[str, Any]:
+        """Bring back what `save_checkpoint` wrote; returns its metadata."""
+
+    def close(self) -> None:
+        """Drop this connection. Only the client that started the plane also ends it."""

@@ -1,0 +1,27 @@
+"""From a `DataPlaneConfig` to a connected client."""
+
+from __future__ import annotations
+
+from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.config import DataPlaneConfig
+
+
+def build_data_plane_client(cfg: DataPlaneConfig, *, bootstrap: bool = True) -> DataPlaneClient:
+    """Connect to the data plane that `cfg` describes.
+
+    With `bootstrap=True` the caller starts the plane if it is not running and owns it: closing that
+    client ends it. With `bootstrap=False` it only connects, and raises `DataPlaneUnavailable` within
+    the connect deadline when there is nothing to connect to.
+
+    The adapters import what they need when they are chosen: the memory plane runs without torch,
+    Ray or TransferQueue.
+    """
+    if not cfg.enabled:
+        raise ValueError("the data plane is disabled in this config (enabled=False)")
+    if cfg.impl == "memory":
+        from rollout_reassembler.data_plane.memory import MemoryDataPlane
+
+        return MemoryDataPlane()
+    from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
+
+    return TransferQueueDataPlane(cfg, bootstrap=bootstrap)

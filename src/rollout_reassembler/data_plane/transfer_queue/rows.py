@@ -1,0 +1,260 @@
+"""What one call does on the wire. Each step is a round trip, so each step is here for a reason.
+
+    put    1 number the keys (creates them)   2 values to the store   3 tell the controller   4 tags
+    get    1 number the keys                  2 values from the store
+    clear  1 number the keys   2 hide them from readers   3 drop the values   4 drop the numbers
+    tags   1 number the keys (their tags come along)
+
+The controller numbers rows with *global indexes*, and hands an index out again once its row was
+cleared. It answers a question about keys without saying which of them it does not know, and it
+reports a column only if all rows asked for have it. So a healthy answer is one with as many rows as
+keys and with every column; for any other one `read` finds out, with more questions, which rows are
+missing. It never guesses, and never returns a row for another key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from transfer_queue.client import AsyncTransferQueueClient
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.storage.managers.simple_storage_manager import StorageUnitTimeout
+from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
+from transfer_queue.utils.zmq_utils import ZMQRequestType
+
+from rollout_reassembler.contract.errors import DataPlaneError
+from rollout_reassembler.data_plane.base import Tags
+from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
+from rollout_reassembler.data_plane.transfer_queue.store import ValueStore
+from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, field_schema
+
+_READ_ATTEMPTS = 4
+"""How often a read starts over because rows were written or cleared while it ran."""
+
+
+@dataclass(frozen=True)
+class RowsRead:
+    """Values by column, one for each of `keys`, and the keys that could not be read."""
+
+    keys: list[str]
+    columns: dict[str, list[Any]]
+    missing: list[str] = field(default_factory=list)
+
+
+class QueueRows:
+    """The rows of one queue. Its coroutines run on the loop of `calls.py`, in a task each."""
+
+    def __init__(self, queue: AsyncTransferQueueClient, store: ValueStore) -> None:
+        self._queue = queue
+        self._store = store
+
+    async def put(
+        self,
+        site: CallSite,
+        partition: str,
+        keys: list[str],
+        columns: Mapping[str, QueueValues],
+        tags: Sequence[Tags] | None,
+    ) -> None:
+        """Write columns, then make them readable, then set tags: a tag that is there means written."""
+        async with _translated(site):
+            meta = await self._queue.async_kv_retrieve_meta(keys, partition, create=True)
+            if len(meta) != len(keys):
+                raise site.failed(f"the controller numbered {len(meta)} of {len(keys)} rows")
+            if columns:
+                backend_meta = await self._store.put(meta, columns)
+                await self._announce(site, partition, meta.global_indexes, columns, backend_meta)
+            if tags is not None:
+                await self._set_tags(partition, meta, tags)
+
+    async def read(
+        self, site: CallSite, partition: str, keys: list[str], names: list[str], *, partial: bool
+    ) -> RowsRead:
+        """The columns of the keys that can be read (each named once), in their order.
+
+        Without `partial` the answer to a read with missing rows holds no columns.
+        """
+        async with _translated(site):
+            wanted = keys
+            for _ in range(_READ_ATTEMPTS):
+                if not wanted or (len(wanted) < len(keys) and not partial):
+                    break
+                meta = await self._queue.async_kv_retrieve_meta(wanted, partition)
+                if len(meta) < len(wanted) or not set(names) <= set(meta.field_names):
+                    wanted = await self._readable(partition, wanted, meta, names)
+                    continue
+                try:
+                    columns = await self._store.get(meta, names)
+                except KeyError:
+                    wanted = await self._held(wanted, meta, names)
+                    continue
+                return RowsRead(wanted, columns, _without(keys, wanted))
+            else:
+                raise site.failed("rows kept being written or cleared while they were read; read again")
+            return RowsRead([], {name: [] for name in names}, _without(keys, wanted if not partial else []))
+
+    async def tags(self, site: CallSite, partition: str, keys: list[str]) -> dict[str, Tags]:
+        """The tags of those keys (each named once) that are there."""
+        async with _translated(site):
+            meta = await self._queue.async_kv_retrieve_meta(keys, partition)
+            known = keys if len(meta) == len(keys) else await self._keys_of(partition, meta)
+            return dict(zip(known, meta.custom_meta, strict=True))
+
+    async def list(self, site: CallSite, partition: str) -> dict[str, Tags]:
+        """All keys of the partition with their tags."""
+        async with _translated(site):
+            listed = await self._queue.async_kv_list(partition)
+            tags: dict[str, Tags] = listed.get(partition, {})
+            return tags
+
+    async def clear(self, site: CallSite, partition: str, keys: list[str]) -> None:
+        """Drop the rows of those keys that are there.
+
+        When a storage unit does not answer, the numbers stay, so that the same clear can be tried
+        again; the rows are hidden from readers by then.
+        """
+        async with _translated(site):
+            meta = await self._queue.async_kv_retrieve_meta(keys, partition)
+            if len(meta) == 0:
+                return
+            await self._queue._mark_clearing_in_controller(meta)
+            await self._store.clear(meta)
+            await self._queue._clear_meta_in_controller(meta)
+
+    async def claim(
+        self, site: CallSite, partition: str, task: str, names: list[str], limit: int
+    ) -> tuple[list[str], list[Tags]]:
+        """Up to `limit` rows that hold these columns and that the task has not had, as keys and tags.
+
+        Asking the controller for more rows than there are either fails or stops it for seconds,
+        depending on who started it. So what is there is counted first.
+        """
+        async with _translated(site):
+            ready = await self._count_ready(partition, task, names)
+            if ready == 0:
+                return [], []
+            meta = await self._queue.async_get_meta(names, min(limit, ready), partition, task_name=task)
+            if len(meta) == 0:
+                return [], []
+            keys = await self._queue.async_kv_retrieve_keys(meta.global_indexes, partition)
+            claimed = [(key, tags) for key, tags in zip(keys, meta.custom_meta, strict=True) if key is not None]
+            return [key for key, _ in claimed], [tags for _, tags in claimed]
+
+    async def is_consumed(self, site: CallSite, partition: str, task: str) -> bool:
+        """Whether the task has claimed every row that is there; true when there is none."""
+        async with _translated(site):
+            _, status = await self._queue.async_get_consumption_status(task, partition)
+            return status is None or bool((status == 1).all())
+
+    async def _announce(
+        self,
+        site: CallSite,
+        partition: str,
+        global_indexes: list[int],
+        columns: Mapping[str, QueueValues],
+        backend_meta: Mapping[int, Any],
+    ) -> None:
+        """Tell the controller that the values are stored; rows are readable from here on.
+
+        The queue's own client only logs when this fails, and its put then looks like a success.
+        """
+        schema = {name: field_schema(values, global_indexes) for name, values in columns.items()}
+        answer = await self._ask(
+            ZMQRequestType.NOTIFY_DATA_UPDATE,
+            ZMQRequestType.NOTIFY_DATA_UPDATE_ACK,
+            {
+                "partition_id": partition,
+                "global_indexes": global_indexes,
+                "field_schema": schema,
+                "custom_backend_meta": dict(backend_meta),
+            },
+        )
+        if not answer["success"]:
+            raise site.failed("the controller refused the columns: their types do not fit those of earlier rows")
+
+    async def _set_tags(self, partition: str, meta: BatchMeta, tags: Sequence[Tags]) -> None:
+        """Merge into the tags that came with `meta`. Two clients that tag one row at a time may lose a tag."""
+        merged = {
+            index: {**old, **new} for index, old, new in zip(meta.global_indexes, meta.custom_meta, tags, strict=True)
+        }
+        await self._ask(
+            ZMQRequestType.SET_CUSTOM_META,
+            ZMQRequestType.SET_CUSTOM_META_RESPONSE,
+            {"partition_custom_meta": {partition: merged}},
+        )
+
+    async def _ask(self, request: ZMQRequestType, response: ZMQRequestType, body: dict[str, Any]) -> dict[str, Any]:
+        """One round trip to the controller; the body of its answer."""
+        async with self._queue.controller_rpc_pool.alease(self._queue._controller) as socket:
+            message = await self._queue._request_controller(socket, request, response, body)
+            answer: dict[str, Any] = message.body
+            return answer
+
+    async def _keys_of(self, partition: str, meta: BatchMeta) -> list[str | None]:
+        """The key of each row of `meta`; `None` for one that was cleared meanwhile."""
+        if len(meta) == 0:
+            return []
+        keys: list[str | None] = await self._queue.async_kv_retrieve_keys(meta.global_indexes, partition)
+        return keys
+
+    async def _readable(self, partition: str, wanted: list[str], meta: BatchMeta, names: list[str]) -> list[str]:
+        """Those of `wanted` whose every column was announced: neither unknown, nor half written, nor being cleared."""
+        keys = await self._keys_of(partition, meta)
+        produced = await self._produced(partition, names)
+        readable = {key for key, index in zip(keys, meta.global_indexes, strict=True) if index in produced}
+        return [key for key in wanted if key in readable]
+
+    async def _held(self, wanted: list[str], meta: BatchMeta, names: list[str]) -> list[str]:
+        """Those of `wanted` that the store really holds, found row by row. For rows that it lost."""
+
+        async def is_held(position: int) -> bool:
+            try:
+                await self._store.get(meta.select_samples([position]), names)
+            except KeyError:
+                return False
+            return True
+
+        held = await asyncio.gather(*(is_held(position) for position in range(len(wanted))))
+        return [key for key, is_there in zip(wanted, held, strict=True) if is_there]
+
+    async def _produced(self, partition: str, names: list[str]) -> set[int]:
+        """The global indexes of all rows of the partition that hold these columns."""
+        indexes, status = await self._queue.async_get_production_status(names, partition)
+        if indexes is None or status is None:
+            return set()
+        return set(indexes[(status == 1).all(dim=1)].tolist())
+
+    async def _count_ready(self, partition: str, task: str, names: list[str]) -> int:
+        produced = await self._produced(partition, names)
+        indexes, status = await self._queue.async_get_consumption_status(task, partition)
+        if indexes is None or status is None:
+            return 0
+        return len(produced.difference(indexes[status == 1].tolist()))
+
+
+def _without(keys: Sequence[str], found: Sequence[str]) -> list[str]:
+    there = set(found)
+    return [key for key in keys if key not in there]
+
+
+@asynccontextmanager
+async def _translated(site: CallSite) -> AsyncIterator[None]:
+    """TransferQueue's errors as ours: it raises `RuntimeError` for all of them, with the cause inside."""
+    try:
+        yield
+    except DataPlaneError:
+        raise
+    except (StorageUnitTimeout, zmq.ZMQError) as error:
+        raise site.unavailable(f"a storage unit does not answer: {error}") from error
+    except (RuntimeError, StorageKeyNotFoundError) as error:
+        if isinstance(error.__cause__, zmq.ZMQError):
+            raise site.unavailable(str(error)) from error
+        if "capacity exceeded" in str(error):
+            raise site.failed(f"the queue is full; clear rows or give it a larger total_storage_size: {error}") from error
+        raise site.failed(str(error)) from error

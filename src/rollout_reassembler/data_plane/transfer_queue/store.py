@@ -1,0 +1,85 @@
+"""Where the columns of a row lie: the part of the adapter that another backend replaces.
+
+A store writes and reads the values of rows that the controller has already numbered. It knows no
+keys, tags or schemas; `rows.py` does the rest. `SimpleStore` speaks to TransferQueue's own storage
+units over their sockets, below the queue's public calls: those wrap every value in a tensor
+container (half of the time of a call), and swallow the error of a clear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from rollout_reassembler.data_plane.transfer_queue.calls import Peer
+from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues
+
+BackendMeta = dict[int, dict[str, Any]]
+"""What a store wants kept with each row, by global index and column; empty for storage units."""
+
+
+class ValueStore(Protocol):
+    """Values by global index. `meta` is the queue's `BatchMeta` of the rows, in the caller's order."""
+
+    async def put(self, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
+        """Write the columns of these rows; returns when they are stored."""
+
+    async def get(self, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+        """One list of values a column, in the order of `meta`. Raises `KeyError` when any row lacks one."""
+
+    async def clear(self, meta: Any) -> None:
+        """Drop all columns of these rows; raises when a part of the store does not answer."""
+
+    def peers(self) -> list[Peer]:
+        """The processes that hold the values, for the watch on calls that wait."""
+
+
+class SimpleStore:
+    """Values in TransferQueue's storage units, each row in the unit `global index % units`."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    async def put(self, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
+        requests = []
+        for unit, group in self._manager._group_by_hash(meta.global_indexes).items():
+            part = {name: _picked(values, group.batch_positions) for name, values in columns.items()}
+            send = partial(
+                self._manager._put_to_single_storage_unit, group.global_indexes, part, target_storage_unit=unit
+            )
+            requests.append(self._manager._request_with_retry("put", unit, f"{len(meta)} rows", send))
+        await asyncio.gather(*requests)
+        return {}
+
+    async def get(self, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+        groups = self._manager._group_by_hash(meta.global_indexes)
+        requests = []
+        for unit, group in groups.items():
+            ask = partial(
+                self._manager._get_from_single_storage_unit, group.global_indexes, names, target_storage_unit=unit
+            )
+            requests.append(self._manager._request_with_retry("get", unit, f"{len(meta)} rows", ask))
+        answers = await asyncio.gather(*requests)
+        columns: dict[str, list[Any]] = {name: [None] * len(meta) for name in names}
+        for group, (_, values) in zip(groups.values(), answers, strict=True):
+            for name in names:
+                for position, value in zip(group.batch_positions, values[name], strict=True):
+                    columns[name][position] = value
+        return columns
+
+    async def clear(self, meta: Any) -> None:
+        groups = self._manager._group_by_hash(meta.global_indexes)
+        clear = self._manager._clear_single_storage_unit
+        await asyncio.gather(*(clear(group.global_indexes, target_storage_unit=unit) for unit, group in groups.items()))
+
+    def peers(self) -> list[Peer]:
+        units = self._manager.storage_unit_infos.values()
+        return [Peer("a storage unit", unit.ip, unit.ports["put_get_socket"]) for unit in units]
+
+
+def _picked(values: QueueValues, positions: Sequence[int]) -> QueueValues:
+    if len(positions) == len(values):
+        return values
+    return [values[position] for position in positions]

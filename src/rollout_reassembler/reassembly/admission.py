@@ -1,0 +1,144 @@
+"""What a group is asked to do, and which of its receipts may be read at all.
+
+`GroupRequest` is the request with its tuples checked to align; every later step walks its entries
+in order. `admit` takes one receipt as far as it goes without the data plane: it parses, it belongs
+to the rollout, it can be trained, and all the keys it names are the rollout's own. The first
+failure is the rejection.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_reassembler.contract.bounds import ReceiptBounds, parse_receipt
+from rollout_reassembler.contract.errors import InvalidReceipt, RequestError, VerificationError
+from rollout_reassembler.contract.records import RolloutReceipt, staging_key
+from rollout_reassembler.reassembly.verify import check_receipt_state
+
+_OWN_REASONS = frozenset({"rollout_failed", "capture_poisoned", "duplicate_staging_key"})
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a rollout becomes a placeholder: a reason for metrics, a detail for people."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """One prompt group, with one entry a rollout in each sequence."""
+
+    group_id: str
+    rollout_ids: tuple[str, ...]
+    sample_ids: tuple[str, ...]
+    receipts: tuple[Any, ...]
+    rewards: tuple[Any, ...]
+    mask_sample: tuple[bool, ...]
+    truncated: tuple[bool | None, ...]
+    fallback_weight_version: int
+    prompt_idx: int
+    loss_multiplier: float
+
+    @classmethod
+    def of(
+        cls,
+        group_id: str,
+        rollout_ids: Sequence[str],
+        receipts: Sequence[Any],
+        rewards: Sequence[Any],
+        *,
+        mask_sample: Sequence[bool] | bool | None,
+        fallback_weight_version: int,
+        prompt_idx: int,
+        loss_multiplier: float,
+        canonical_sample_ids: Sequence[str] | None,
+        truncated: Sequence[bool] | None,
+    ) -> GroupRequest:
+        """Align the parts of a request. Raises `RequestError` naming the one that is off."""
+        size = len(rollout_ids)
+        if not group_id or not size:
+            raise RequestError(f"group {group_id!r} has {size} rollouts; expected an id and at least one rollout")
+        if mask_sample is None or isinstance(mask_sample, bool):
+            mask_sample = (bool(mask_sample),) * size
+        sample_ids = tuple(canonical_sample_ids or (f"{group_id}_g{index}" for index in range(size)))
+        said = tuple(truncated) if truncated is not None else (None,) * size
+        parts = {
+            "receipts": receipts,
+            "rewards": rewards,
+            "mask_sample": mask_sample,
+            "canonical_sample_ids": sample_ids,
+            "truncated": said,
+        }
+        for name, part in parts.items():
+            if len(part) != size:
+                raise RequestError(f"group {group_id!r}: {len(part)} {name} for {size} rollout_ids")
+        for name, ids in (("rollout_ids", rollout_ids), ("canonical_sample_ids", sample_ids)):
+            if not all(isinstance(i, str) and i for i in ids) or len(set(ids)) != size:
+                raise RequestError(
+                    f"group {group_id!r}: {name} must be distinct non-empty strings, got {list(ids)!r:.200}"
+                )
+        return cls(
+            group_id=group_id,
+            rollout_ids=tuple(rollout_ids),
+            sample_ids=sample_ids,
+            receipts=tuple(receipts),
+            rewards=tuple(rewards),
+            mask_sample=tuple(mask_sample),
+            truncated=said,
+            fallback_weight_version=fallback_weight_version,
+            prompt_idx=prompt_idx,
+            loss_multiplier=loss_multiplier,
+        )
+
+    def fingerprint(self, admitted: Sequence[RolloutReceipt | Rejection], settings: Sequence[Any]) -> str:
+        """Digest of all that decides this group's rows, given the staged bytes.
+
+        Two requests with one fingerprint publish the same rows. `settings` are those of the
+        reassembler. Receipts that were not admitted count by their rejection.
+        """
+        digest = hashlib.sha256()
+        head = (
+            self.group_id,
+            self.rollout_ids,
+            self.sample_ids,
+            [repr(reward) for reward in self.rewards],
+            self.mask_sample,
+            self.truncated,
+            self.fallback_weight_version,
+            self.prompt_idx,
+            self.loss_multiplier,
+            settings,
+        )
+        digest.update(json.dumps(head).encode())
+        for receipt in admitted:
+            part = receipt.model_dump_json() if isinstance(receipt, RolloutReceipt) else json.dumps(receipt.reason)
+            digest.update(b"\n" + part.encode())
+        return digest.hexdigest()
+
+
+def admit(rollout_id: str, receipt: Any, bounds: ReceiptBounds) -> RolloutReceipt | Rejection:
+    """One rollout's receipt, ready to be proven, or why it can't be."""
+    if receipt is None:
+        return Rejection("missing_receipt", "the request holds no receipt for this rollout")
+    try:
+        parsed = parse_receipt(receipt, bounds)
+    except InvalidReceipt as error:
+        return Rejection("invalid_receipt", error.detail)
+    if parsed.rollout_id != rollout_id:
+        return Rejection("identity_mismatch", f"the receipt is that of rollout {parsed.rollout_id!r}")
+    try:
+        check_receipt_state(parsed)
+    except VerificationError as error:
+        return Rejection(error.code if error.code in _OWN_REASONS else f"rebuild_failed:{error.code}", error.detail)
+    for record in parsed.manifest:
+        if record.staging_key != staging_key(rollout_id, record.model_call_id):
+            own = record.staging_key.startswith(f"{rollout_id}/")
+            reason = "staging_key_mismatch" if own else "foreign_staging_key"
+            return Rejection(reason, f"call {record.model_call_id!r} names the key {record.staging_key!r}")
+    return parsed

@@ -1,0 +1,74 @@
+"""The durable answer of a finalized group, by which finalizing twice equals finalizing once.
+
+After a group's rows are published, `(group_id, fingerprint, answer)` is written to a companion
+partition of the canonical one, as tags of a row without columns, so that it outlives both the
+staged rows (cleared next) and the canonical rows (cleared by the trainer). It costs a healthy group
+two round trips: the look-up before publication and the write after it.
+
+The record is a function of the request and the staged bytes alone (no clock in it), so two
+finalizers of one request write the same record. Records are small but stay until the training loop
+says that it will not ask again (`forget`), for instance when a trainer checkpoint is durable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta
+from rollout_reassembler.data_plane.base import DataPlaneClient
+
+_FINGERPRINT_TAG = "fingerprint"
+_ANSWER_TAG = "answer"
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """That this group was published, for which request, and what was answered."""
+
+    fingerprint: str
+    answer: FinalizedGroup
+
+
+class GroupRecords:
+    """The records of one canonical partition."""
+
+    def __init__(self, dp_client: DataPlaneClient, *, partition_id: str) -> None:
+        self._client = dp_client
+        self._partition = f"{partition_id}.groups"
+        dp_client.register_partition(self._partition, {})
+
+    def lookup(self, group_id: str) -> GroupRecord | None:
+        """The group's record, `None` before it was published. One round trip."""
+        (tags,) = self._client.get_tags([group_id], self._partition)
+        if not tags or _ANSWER_TAG not in tags:
+            return None
+        return GroupRecord(tags[_FINGERPRINT_TAG], _decode_answer(tags[_ANSWER_TAG]))
+
+    def write(self, group_id: str, fingerprint: str, answer: FinalizedGroup) -> None:
+        """Make the answer durable; from here on the group is finalized."""
+        tags = {_FINGERPRINT_TAG: fingerprint, _ANSWER_TAG: _encode_answer(answer)}
+        self._client.put_samples([group_id], self._partition, tags=[tags])
+
+    def forget(self, group_ids: Sequence[str]) -> None:
+        """Drop the records of groups that nobody will ask for again."""
+        self._client.clear_samples(list(group_ids), self._partition)
+
+    def group_ids(self) -> list[str]:
+        """All groups on record."""
+        return list(self._client.list_samples(self._partition))
+
+
+def _encode_answer(answer: FinalizedGroup) -> str:
+    fields = dataclasses.asdict(answer)
+    del fields["timings"], fields["cleanup_pending"]
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+
+def _decode_answer(text: str) -> FinalizedGroup:
+    fields = json.loads(text)
+    fields["meta"] = KVBatchMeta(**fields["meta"])
+    fields["staging_keys"] = tuple(fields["staging_keys"])
+    return FinalizedGroup(**fields)

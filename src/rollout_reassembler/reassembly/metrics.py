@@ -1,0 +1,38 @@
+"""A finalized group in numbers, under the names that the reference system's dashboards know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rollout_reassembler.contract.records import RolloutReceipt
+from rollout_reassembler.reassembly.admission import Rejection
+from rollout_reassembler.reassembly.rows import FinalizedRollout
+
+
+def group_metrics(
+    rollouts: Sequence[FinalizedRollout], admitted: Sequence[RolloutReceipt | Rejection]
+) -> dict[str, float]:
+    """Counts and rates of one group; reasons and methods appear only when they occurred.
+
+    A `rebuild_failed:<code>` rejection counts under `rebuild_failed` and under its code.
+    """
+    receipts = [receipt for receipt in admitted if isinstance(receipt, RolloutReceipt)]
+    calls = [record for receipt in receipts for record in receipt.manifest]
+    reasons = Counter(rollout.rejection_reason for rollout in rollouts if rollout.rejection_reason)
+    methods = Counter(receipt.terminal_selection for receipt in receipts if receipt.terminal_selection)
+    metrics: dict[str, float] = {
+        "finalize/invalid_row_rate": sum(not rollout.valid for rollout in rollouts) / len(rollouts),
+        "finalize/calls_per_rollout": len(calls) / len(receipts) if receipts else 0.0,
+        "finalize/token_in_rate": sum(record.mode == "token_in" for record in calls) / len(calls) if calls else 0.0,
+        "finalize/capture_poisoned_rollouts": float(reasons["capture_poisoned"] + reasons["rollout_failed"]),
+    }
+    for method, count in methods.items():
+        metrics[f"finalize/terminal_selection_{method}_count"] = float(count)
+        metrics[f"finalize/terminal_selection_{method}_fraction"] = count / len(receipts)
+    for reason, count in reasons.items():
+        kind, _, code = reason.partition(":")
+        for name in (kind, f"{kind}_{code}") if code else (kind,):
+            key = f"finalize/capture_failure_reason_{name}_count"
+            metrics[key] = metrics.get(key, 0.0) + count
+    return metrics

@@ -1,0 +1,285 @@
+"""A prompt group, start to end: N receipts come in, exactly N rows are published, staging is cleared.
+
+The steps, what a crash just after each one leaves, and who mends it:
+
+    1 admit     receipts parsed and checked          nothing yet
+    2 fetch     one read of all staged calls         nothing; the same request starts over
+    3 prove     rows against receipts, in memory     nothing; the same request starts over
+    4 look up   is the group on record?              nothing; if it is: answer from it, go to 7
+    5 publish   N rows under their sample ids        rows, maybe some only; staging is whole, so the
+                                                     same request writes the same rows again
+    6 record    the answer, durably                  rows and record; staged rows are left over:
+                                                     the same request, or `sweep`, clears them
+    7 clear     the group's own staged rows          clean
+
+Staging is cleared only behind a record, so a request that finds rows missing finds, in step 4, the
+record of whoever cleared them: good rows are never replaced by placeholders. Two finalizers of one
+request at a time write the same bytes in every step. A request that differs from the recorded one
+is a `GroupConflict`.
+
+Bad *data* (a `ContractError`) costs its own rollout, which becomes a placeholder. Everything else
+is raised with the group's name in it, and has cleared nothing: the caller may try again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
+from rollout_reassembler.contract.errors import (
+    DataPlaneError,
+    GroupConflict,
+    InvalidStagedCall,
+    VerificationError,
+)
+from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta
+from rollout_reassembler.contract.records import RolloutReceipt
+from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.reassembly.admission import GroupRequest, Rejection, admit
+from rollout_reassembler.reassembly.cleanup import clear_group
+from rollout_reassembler.reassembly.group_record import GroupRecords
+from rollout_reassembler.reassembly.metrics import group_metrics
+from rollout_reassembler.reassembly.phases import Phases
+from rollout_reassembler.reassembly.rows import (
+    FinalizedRollout,
+    canonical_columns,
+    canonical_schema,
+    publishable_reward,
+    rejected,
+)
+from rollout_reassembler.reassembly.verify import LinearizedRow, verify_and_linearize
+from rollout_reassembler.staging.source import StagingSource, prove_call
+
+_UNREAD = frozenset({"missing_staging_row", "invalid_staging_row", "staging_key_mismatch"})
+
+
+class RolloutReassembler:
+    """Finalizes rollouts and groups over one data-plane connection.
+
+        reassembler = RolloutReassembler(
+            client, partition_id="train", staging_partition="staging", pad_token_id=0, max_seq_len=32768
+        )
+        group = reassembler.finalize_group(
+            "g7", rollout_ids, receipts, rewards, mask_sample=None, fallback_weight_version=3, prompt_idx=7
+        )
+
+    Both partitions must be registered (`register_canonical_partition`, `register_staging_partition`).
+    """
+
+    def __init__(
+        self,
+        dp_client: DataPlaneClient,
+        *,
+        partition_id: str,
+        staging_partition: str,
+        pad_token_id: int,
+        max_seq_len: int | None,
+        router_replay_enabled: bool = False,
+        defer_routed_experts_to_policy: bool = False,
+        bounds: ReceiptBounds = DEFAULT_BOUNDS,
+    ) -> None:
+        self._client = dp_client
+        self._partition_id = partition_id
+        self._staging_partition = staging_partition
+        self._pad_token_id = pad_token_id
+        self._max_seq_len = max_seq_len
+        self._direct_routes = router_replay_enabled and not defer_routed_experts_to_policy
+        self._deferred_routes = defer_routed_experts_to_policy
+        self._bounds = bounds
+        self._source = StagingSource(dp_client, staging_partition=staging_partition)
+        self._records = GroupRecords(dp_client, partition_id=partition_id)
+
+    def finalize_rollout(self, rollout_id: str, receipt: Any, *, reward: float | None) -> FinalizedRollout:
+        """Prove one rollout. Publishes and clears nothing. Raises `DataPlaneError` when the plane fails."""
+        admitted = admit(rollout_id, receipt, self._bounds)
+        return self._prove_group([rollout_id], [admitted], [reward], Phases())[0]
+
+    def finalize_group(
+        self,
+        group_id: str,
+        rollout_ids: Sequence[str],
+        receipts: Sequence[Any],
+        rewards: Sequence[float | None],
+        *,
+        mask_sample: Sequence[bool] | bool | None,
+        fallback_weight_version: int,
+        prompt_idx: int,
+        loss_multiplier: float = 1.0,
+        canonical_sample_ids: Sequence[str] | None = None,
+        truncated: Sequence[bool] | None = None,
+    ) -> FinalizedGroup:
+        """Publish the group's N rows and clear its staged calls.
+
+        Raises `RequestError` for a request whose parts do not align, `GroupConflict` when another
+        request was finalized under this id, `DataPlaneError` when the plane fails before the answer
+        is on record; after that the answer is given, with `cleanup_pending` where clearing failed.
+        """
+        request = GroupRequest.of(
+            group_id,
+            rollout_ids,
+            receipts,
+            rewards,
+            mask_sample=mask_sample,
+            fallback_weight_version=fallback_weight_version,
+            prompt_idx=prompt_idx,
+            loss_multiplier=loss_multiplier,
+            canonical_sample_ids=canonical_sample_ids,
+            truncated=truncated,
+        )
+        try:
+            return self._finalize(request)
+        except DataPlaneError as error:
+            raise error.for_group(group_id) from error
+
+    def _finalize(self, request: GroupRequest) -> FinalizedGroup:
+        phases = Phases()
+        with phases("admit"):
+            admitted = [
+                admit(rollout_id, receipt, self._bounds)
+                for rollout_id, receipt in zip(request.rollout_ids, request.receipts, strict=True)
+            ]
+            fingerprint = request.fingerprint(admitted, self._settings())
+        rollouts = self._prove_group(request.rollout_ids, admitted, request.rewards, phases)
+        with phases("record"):
+            recorded = self._records.lookup(request.group_id)
+        if recorded is None:
+            answer = self._answer(request, admitted, rollouts)
+            self._publish(request, rollouts, answer, phases)
+            with phases("record"):
+                self._records.write(request.group_id, fingerprint, answer)
+        elif recorded.fingerprint == fingerprint:
+            answer = recorded.answer
+        else:
+            raise GroupConflict(
+                f"group {request.group_id!r} was finalized before, by a request with other contents; "
+                "give this one a group id of its own"
+            )
+        with phases("clear"):
+            pending = clear_group(self._client, self._staging_partition, answer)
+        return dataclasses.replace(answer, cleanup_pending=pending, timings=phases.timings())
+
+    def _settings(self) -> tuple[Any, ...]:
+        """What else decides the rows: part of a request's fingerprint."""
+        return (self._pad_token_id, self._max_seq_len, self._direct_routes, self._deferred_routes)
+
+    def _prove_group(
+        self,
+        rollout_ids: Sequence[str],
+        admitted: Sequence[RolloutReceipt | Rejection],
+        rewards: Sequence[Any],
+        phases: Phases,
+    ) -> list[FinalizedRollout]:
+        """Each rollout's proof or rejection.
+
+        A row that is missing, garbled or another's may be the plane's passing fault (a place that
+        was reused between two steps of the read), so those rows are read once more.
+        """
+        with phases("fetch"):
+            values = self._read(admitted)
+        with phases("verify"):
+            rollouts = [self._prove(*entry, values) for entry in zip(rollout_ids, admitted, rewards, strict=True)]
+        unread = [index for index, rollout in enumerate(rollouts) if rollout.rejection_reason in _UNREAD]
+        if unread:
+            with phases("fetch"):
+                values = self._read([admitted[index] for index in unread])
+            with phases("verify"):
+                for index in unread:
+                    rollouts[index] = self._prove(rollout_ids[index], admitted[index], rewards[index], values)
+        return rollouts
+
+    def _read(self, admitted: Sequence[RolloutReceipt | Rejection]) -> dict[str, bytes]:
+        """The staged values that the admitted receipts name, in one read."""
+        receipts = [receipt for receipt in admitted if isinstance(receipt, RolloutReceipt)]
+        values, _ = self._source.read_values([record.staging_key for r in receipts for record in r.manifest])
+        return values
+
+    def _prove(
+        self, rollout_id: str, receipt: RolloutReceipt | Rejection, reward: Any, values: dict[str, bytes]
+    ) -> FinalizedRollout:
+        """One rollout, from its staged values to its row or its rejection."""
+        worth = publishable_reward(reward)
+        if isinstance(receipt, Rejection):
+            return rejected(rollout_id, receipt.reason, receipt.detail, reward=worth or 0.0)
+        keys = tuple(record.staging_key for record in receipt.manifest)
+        missing = [key for key in keys if key not in values]
+        if missing:
+            detail = f"{len(missing)} of {len(keys)} staged rows are missing, first {missing[0]!r}"
+            return rejected(rollout_id, "missing_staging_row", detail, reward=worth or 0.0)
+        try:
+            row = verify_and_linearize(receipt, [prove_call(key, values[key]) for key in keys])
+        except InvalidStagedCall as error:
+            return rejected(rollout_id, error.code, error.detail, reward=worth or 0.0)
+        except VerificationError as error:
+            return rejected(rollout_id, f"rebuild_failed:{error.code}", error.detail, reward=worth or 0.0)
+        if worth is None:
+            return rejected(rollout_id, "invalid_reward", f"the reward is {reward!r:.80}", staging_keys=keys)
+        length = len(row.token_ids)
+        if self._max_seq_len is not None and length > self._max_seq_len:
+            detail = f"{length} tokens, more than max_seq_len={self._max_seq_len}"
+            return rejected(rollout_id, "exceeds_max_seq_len", detail, reward=worth, staging_keys=keys)
+        return _proven(row, worth, keys)
+
+    def _answer(
+        self,
+        request: GroupRequest,
+        admitted: Sequence[RolloutReceipt | Rejection],
+        rollouts: Sequence[FinalizedRollout],
+    ) -> FinalizedGroup:
+        valid = [rollout for rollout in rollouts if rollout.valid]
+        fallback = request.fallback_weight_version
+        weight_version = min((r.min_wv for r in valid if r.min_wv is not None), default=fallback)
+        meta = KVBatchMeta(
+            partition_id=self._partition_id,
+            sample_ids=list(request.sample_ids),
+            fields=list(canonical_schema(with_routes=self._direct_routes)),
+            sequence_lengths=[len(r.token_ids) if r.valid else 1 for r in rollouts],
+            tags=[{"weight_version": weight_version, "prompt_idx": request.prompt_idx, "group_id": request.group_id}]
+            * len(rollouts),
+        )
+        return FinalizedGroup(
+            meta=meta,
+            group_min_wv=weight_version,
+            group_max_wv=max((r.max_wv for r in valid if r.max_wv is not None), default=fallback),
+            staging_keys=tuple(key for rollout in rollouts for key in rollout.staging_keys),
+            canonical_output_tokens=sum(r.generated_tokens for r in valid),
+            metrics=group_metrics(rollouts, admitted),
+            valid_row_count=len(valid),
+            total_row_count=len(rollouts),
+            rejections={r.rollout_id: r.rejection_reason for r in rollouts if r.rejection_reason},
+        )
+
+    def _publish(
+        self, request: GroupRequest, rollouts: Sequence[FinalizedRollout], answer: FinalizedGroup, phases: Phases
+    ) -> None:
+        with phases("assemble"):
+            columns = canonical_columns(
+                rollouts,
+                pad_token_id=self._pad_token_id,
+                loss_multiplier=request.loss_multiplier,
+                mask_sample=request.mask_sample,
+                truncated=request.truncated,
+                max_seq_len=self._max_seq_len,
+                with_routes=self._direct_routes,
+            )
+        with phases("publish"):
+            self._client.put_samples(answer.meta.sample_ids, self._partition_id, columns, answer.meta.tags)
+
+
+def _proven(row: LinearizedRow, reward: float, keys: tuple[str, ...]) -> FinalizedRollout:
+    return FinalizedRollout(
+        rollout_id=row.rollout_id,
+        valid=True,
+        rejection_reason=None,
+        token_ids=row.token_ids,
+        token_mask=row.token_mask,
+        logprobs=row.logprobs,
+        prompt_len=row.prompt_len,
+        reward=reward,
+        staging_keys=keys,
+        min_wv=min(row.weight_versions),
+        max_wv=max(row.weight_versions),
+        calls=len(row.model_call_ids),
+        generated_tokens=sum(span.generation_len for span in row.link_spans),
+    )

@@ -1,0 +1,165 @@
+"""Proof → canonical row: what a trainer reads, one row a rollout, whatever became of the rollout.
+
+A rollout that was proven becomes a row with its tokens; a rejected one becomes a *placeholder*: a
+single pad token that is masked everywhere and carries no weight, so that a group always has its N
+rows, each under its own sample id, and rewards never shift. Rows stay jagged; whoever trains pads.
+
+    valid         input_ids = the chain's tokens [T]   token_mask [T]     sample_mask = loss_multiplier
+    placeholder   input_ids = [pad]                    token_mask = [0]   sample_mask = 0, mask_sample
+
+A masked row (`mask_sample`) keeps its tokens and reward; it is up to the trainer not to let it vote.
+Placeholders are masked as well, whatever the request says, so that one flag tells who votes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_reassembler.contract.digests import Floats, Integers
+from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec, Schema
+
+ROUTES_FIELD = "routed_experts"
+
+CANONICAL_SCHEMA: Schema = {
+    "input_ids": FieldSpec("int64", 1),
+    "input_lengths": FieldSpec("int64"),
+    "token_mask": FieldSpec("float32", 1),
+    "generation_logprobs": FieldSpec("float32", 1),
+    "sample_mask": FieldSpec("float32"),
+    "prompt_ids_for_adv": FieldSpec("int64", 1),
+    "total_reward": FieldSpec("float32"),
+    "mask_sample": FieldSpec("bool"),
+    "truncated": FieldSpec("bool"),
+}
+ROUTES_SCHEMA: Schema = {ROUTES_FIELD: FieldSpec("int16", 3)}
+
+Routes = npt.NDArray[np.int16]
+
+
+def canonical_schema(*, with_routes: bool) -> Schema:
+    """The columns of the canonical partition; with routes where they are assembled before publication."""
+    return {**CANONICAL_SCHEMA, **ROUTES_SCHEMA} if with_routes else CANONICAL_SCHEMA
+
+
+def register_canonical_partition(
+    dp_client: DataPlaneClient, partition_id: str, *, with_routes: bool = False, consumer_tasks: Sequence[str] = ()
+) -> None:
+    """Create the canonical partition; doing it again changes nothing."""
+    dp_client.register_partition(
+        partition_id, canonical_schema(with_routes=with_routes), consumer_tasks=list(consumer_tasks)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class FinalizedRollout:
+    """What became of one rollout, before publication.
+
+    `token_ids` int64 `[T]`, `token_mask` and `logprobs` float32 `[T]`, `routed_experts` int16
+    `[T, L, K]` in direct mode. A rejected rollout has empty columns and a `rejection_reason`.
+    `staging_keys` are the rows that were read and proven to be this rollout's own. `min_wv` and
+    `max_wv` span the calls that are trained.
+    """
+
+    rollout_id: str
+    valid: bool
+    rejection_reason: str | None
+    token_ids: Integers
+    token_mask: Floats
+    logprobs: Floats
+    prompt_len: int
+    reward: float
+    staging_keys: tuple[str, ...]
+    min_wv: int | None = None
+    max_wv: int | None = None
+    routed_experts: Routes | None = None
+    route_plan: Any | None = None
+    calls: int = 0
+    generated_tokens: int = 0
+    rejection_detail: str = ""
+
+
+def rejected(
+    rollout_id: str, reason: str, detail: str = "", *, reward: float = 0.0, staging_keys: tuple[str, ...] = ()
+) -> FinalizedRollout:
+    """A rollout that will be a placeholder."""
+    return FinalizedRollout(
+        rollout_id=rollout_id,
+        valid=False,
+        rejection_reason=reason,
+        token_ids=np.empty(0, np.int64),
+        token_mask=np.empty(0, np.float32),
+        logprobs=np.empty(0, np.float32),
+        prompt_len=0,
+        reward=reward,
+        staging_keys=staging_keys,
+        rejection_detail=detail,
+    )
+
+
+def publishable_reward(reward: object) -> float | None:
+    """The reward as a float that binary32 can hold, or `None` when it is not a finite number."""
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        return None
+    try:
+        value = float(reward)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) and abs(value) <= float(np.finfo(np.float32).max) else None
+
+
+def canonical_columns(
+    rollouts: Sequence[FinalizedRollout],
+    *,
+    pad_token_id: int,
+    loss_multiplier: float,
+    mask_sample: Sequence[bool],
+    truncated: Sequence[bool | None],
+    max_seq_len: int | None,
+    with_routes: bool,
+) -> dict[str, Any]:
+    """The group's rows as columns, one entry a rollout, in the order of `rollouts`.
+
+    `truncated` holds what the request says of each rollout; where it says nothing (`None`), a row is
+    truncated when it fills `max_seq_len`.
+    """
+    pad = np.array([pad_token_id], np.int64)
+    zero = np.zeros(1, np.float32)
+    prompts = [rollout.token_ids[: rollout.prompt_len] for rollout in rollouts if rollout.valid]
+    prompt_for_placeholders = prompts[0] if prompts else pad
+    valid = np.array([rollout.valid for rollout in rollouts], bool)
+    lengths = np.array([len(rollout.token_ids) if rollout.valid else 1 for rollout in rollouts], np.int64)
+    columns: dict[str, Any] = {
+        "input_ids": [r.token_ids if r.valid else pad for r in rollouts],
+        "input_lengths": lengths,
+        "token_mask": [r.token_mask if r.valid else zero for r in rollouts],
+        "generation_logprobs": [r.logprobs if r.valid else zero for r in rollouts],
+        "sample_mask": np.where(valid, np.float32(loss_multiplier), np.float32(0)),
+        "prompt_ids_for_adv": [r.token_ids[: r.prompt_len] if r.valid else prompt_for_placeholders for r in rollouts],
+        "total_reward": np.array([r.reward for r in rollouts], np.float32),
+        "mask_sample": np.array(mask_sample, bool) | ~valid,
+        "truncated": np.array(
+            [
+                said if said is not None else (r.valid and max_seq_len is not None and len(r.token_ids) >= max_seq_len)
+                for said, r in zip(truncated, rollouts, strict=True)
+            ],
+            bool,
+        ),
+    }
+    if with_routes:
+        columns[ROUTES_FIELD] = [
+            _routes(rollout, int(length)) for rollout, length in zip(rollouts, lengths, strict=True)
+        ]
+    return columns
+
+
+def _routes(rollout: FinalizedRollout, length: int) -> Routes:
+    """A row's routes `[T, L, K]`; `[T, 0, 0]` where no shape is known."""
+    if rollout.routed_experts is not None:
+        return rollout.routed_experts
+    return np.empty((length, 0, 0), np.int16)

@@ -1,0 +1,253 @@
+"""Receipt × staged calls → one proven row, or the reason why there is none.
+
+Comes in: a receipt, and its calls in manifest order, each already proven to hash to its own digest
+(`staging.codec`). Goes out: the chain from its root to the receipt's terminal as one `LinearizedRow`.
+In between, the claims that tie them together are checked in a fixed order, and the first one that
+fails gives its code:
+
+    receipt state → one row per manifest row, each equal to it → the call graph → the chain's hashes
+
+Worked example. Manifest: a (root), b and b' (both children of a; b' was abandoned), c (child of b);
+terminal c. All four rows are compared with the manifest, so an abandoned call cannot hide bad
+bytes; the graph may hold any number of branches; only a, b, c become the row:
+
+    tokens  = a.delta + b.delta + c.delta        mask, log probabilities likewise
+    chain   = H(H(H(∅, a), b), c), each link equal to what the manifest row says
+    terminal's cumulative hash = H(tokens)
+
+Codes and their order are those of `nemo_gym.token_id_capture.staging.rebuild` (nemo-gym 0.7.0).
+Cost: each of the chain's tokens is hashed twice here (chain, cumulative) over bytes as they were
+staged, 16 bytes a token; the graph is walked once, in linear time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rollout_reassembler.contract.digests import (
+    CUMULATIVE_DOMAIN,
+    Floats,
+    Integers,
+    encoded_chain_hash,
+    u64,
+)
+from rollout_reassembler.contract.errors import InvalidStagedCall, VerificationError
+from rollout_reassembler.contract.records import CallRecord, RolloutReceipt, StagedCall
+from rollout_reassembler.staging.codec import PackedCall, RouteShape, pack_call, unpack_call
+
+
+class WeightVersionSpan(NamedTuple):
+    """Tokens `[start, end)` of the row were added by a call that this weight version admitted."""
+
+    model_call_id: str
+    start: int
+    end: int
+    weight_version: int
+
+
+class LinkSpan(NamedTuple):
+    """How many tokens of the row a call carried in, then generated."""
+
+    model_call_id: str
+    carry_len: int
+    generation_len: int
+
+
+class ExtrasCommitment(NamedTuple):
+    """What a chain call's extras must hash to. Says nothing about their presence."""
+
+    model_call_id: str
+    extras_digest_version: int
+    extras_digest: str
+
+
+class LinearizedRow(NamedTuple):
+    """A proven chain, root to terminal. `token_ids` int64 `[T]`, `token_mask` and `logprobs` float32 `[T]`.
+
+    The other lists have one entry a call of the chain; `prompt_len` is the root's carry in tokens.
+    """
+
+    rollout_id: str
+    token_ids: Integers
+    token_mask: Floats
+    logprobs: Floats
+    model_call_ids: list[str]
+    prompt_len: int
+    weight_versions: list[int]
+    weight_version_spans: list[WeightVersionSpan]
+    link_spans: list[LinkSpan]
+    extras_commitments: list[ExtrasCommitment]
+    route_shapes: list[RouteShape]
+
+    @property
+    def call_ids(self) -> list[str]:
+        return self.model_call_ids
+
+
+def verify_and_linearize(receipt: RolloutReceipt, calls: Sequence[StagedCall | PackedCall]) -> LinearizedRow:
+    """Prove `calls` (in manifest order) against `receipt` and linearize its terminal chain.
+
+    Raises `VerificationError`, whose `code` names the first claim that does not hold.
+    """
+    check_receipt_state(receipt)
+    packed = _match_rows(receipt, calls)
+    chain = _terminal_chain(receipt)
+    return _linearize(receipt.rollout_id, chain, [packed[record.model_call_id] for record in chain])
+
+
+def check_receipt_state(receipt: RolloutReceipt) -> None:
+    """Refuse a receipt that cannot be trained, before any of its rows are read."""
+    if receipt.failure_reason is not None:
+        raise VerificationError(receipt.failure_reason, code="rollout_failed")
+    if receipt.capture_poisoned:
+        raise VerificationError("the receipt says that capture was poisoned", code="capture_poisoned")
+    if not receipt.manifest:
+        raise VerificationError("the receipt lists no call", code="empty_manifest")
+    if len({record.model_call_id for record in receipt.manifest}) != len(receipt.manifest):
+        raise VerificationError("a model_call_id is listed twice", code="duplicate_manifest_row")
+    if len({record.staging_key for record in receipt.manifest}) != len(receipt.manifest):
+        raise VerificationError("a staging key is listed twice", code="duplicate_staging_key")
+
+
+def _match_rows(receipt: RolloutReceipt, calls: Sequence[StagedCall | PackedCall]) -> dict[str, PackedCall]:
+    """Each manifest row's call, equal to it in every field. Keyed by call id, in manifest order."""
+    if len(calls) != len(receipt.manifest):
+        raise VerificationError(f"{len(calls)} rows for {len(receipt.manifest)} calls", code="row_count_mismatch")
+    listed = {record.model_call_id for record in receipt.manifest}
+    packed: dict[str, PackedCall] = {}
+    for record, call in zip(receipt.manifest, calls, strict=True):
+        row = call if isinstance(call, PackedCall) else _prove(call)
+        if row.model_call_id != record.model_call_id:
+            code = "snapshot_order_mismatch" if row.model_call_id in listed else "snapshot_identity_mismatch"
+            raise VerificationError(f"expected call {record.model_call_id!r}, got {row.model_call_id!r}", code=code)
+        _match_fields(receipt.rollout_id, record, row)
+        packed[row.model_call_id] = row
+    return packed
+
+
+def _prove(call: StagedCall) -> PackedCall:
+    """A record's packed form. Records prove themselves when made, unless they were made unvalidated."""
+    try:
+        return unpack_call(pack_call(call))
+    except InvalidStagedCall as error:
+        raise VerificationError(f"call {call.model_call_id!r}: {error.detail}", code="corrupt_digest") from error
+
+
+_MATCHED_FIELDS = (
+    "parent_call_id",
+    "mode",
+    "prev_len",
+    "delta_len",
+    "cum_len",
+    "weight_version",
+    "digest",
+    "extras_digest",
+    "chain_hash",
+    "cumulative_hash",
+)
+
+
+def _match_fields(rollout_id: str, record: CallRecord, row: PackedCall) -> None:
+    if row.rollout_id != rollout_id:
+        raise VerificationError(f"call {row.model_call_id!r} belongs to {row.rollout_id!r}", code="wrong_rollout")
+    for name in _MATCHED_FIELDS:
+        staged, listed = getattr(row, name), getattr(record, name)
+        if staged != listed:
+            raise VerificationError(
+                f"call {row.model_call_id!r}: staged {staged!r}, listed {listed!r}", code=f"wrong_{name}"
+            )
+
+
+def _terminal_chain(receipt: RolloutReceipt) -> list[CallRecord]:
+    """The chain that ends in the receipt's terminal, root first, after checking the whole graph.
+
+    Lengths grow strictly from parent to child (a delta is never empty), so a graph whose links
+    agree in length has no cycle; looking at each link once is enough.
+    """
+    by_id = {record.model_call_id: record for record in receipt.manifest}
+    for record in receipt.manifest:
+        if record.parent_call_id is None:
+            continue
+        parent = by_id.get(record.parent_call_id)
+        if parent is None:
+            raise VerificationError(
+                f"call {record.model_call_id!r} names the absent parent {record.parent_call_id!r}",
+                code="missing_parent",
+            )
+        if parent.cum_len != record.prev_len:
+            raise VerificationError(
+                f"call {record.model_call_id!r} starts at {record.prev_len}, its parent ends at {parent.cum_len}",
+                code="parent_length_mismatch",
+            )
+    terminal = by_id.get(receipt.terminal_model_call_id or "")
+    if terminal is None:
+        raise VerificationError(f"terminal {receipt.terminal_model_call_id!r} is not listed", code="missing_terminal")
+    chain = [terminal]
+    while (parent_id := chain[-1].parent_call_id) is not None:
+        if len(chain) > len(by_id):
+            raise VerificationError(f"a cycle reaches call {parent_id!r}", code="lineage_cycle")
+        chain.append(by_id[parent_id])
+    chain.reverse()
+    return chain
+
+
+def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]) -> LinearizedRow:
+    """Put the chain's deltas end to end, checking each link and then the whole."""
+    chain_hash: str | None = None
+    weight_spans: list[WeightVersionSpan] = []
+    link_spans: list[LinkSpan] = []
+    start = 0
+    for record, call in zip(chain, calls, strict=True):
+        chain_hash = encoded_chain_hash(chain_hash, call.encoded_token_ids)
+        if chain_hash != record.chain_hash:
+            raise VerificationError(
+                f"call {call.model_call_id!r} does not extend its parent's chain", code="chain_hash_mismatch"
+            )
+        if call.carry_len is None:
+            raise VerificationError(
+                f"the mask of call {call.model_call_id!r} is not carry, then generation", code="invalid_mask_order"
+            )
+        if call.carry_len == call.delta_len:
+            raise VerificationError(f"call {call.model_call_id!r} generated no token", code="empty_generation")
+        end = start + call.delta_len
+        weight_spans.append(WeightVersionSpan(call.model_call_id, start, end, record.weight_version))
+        link_spans.append(LinkSpan(call.model_call_id, call.carry_len, call.delta_len - call.carry_len))
+        start = end
+    tokens = b"".join([call.encoded_token_ids[8:] for call in calls])
+    cumulative = hashlib.sha256(CUMULATIVE_DOMAIN + u64(start))
+    cumulative.update(tokens)
+    if cumulative.hexdigest() != chain[-1].cumulative_hash:
+        raise VerificationError(
+            f"the cumulative hash of terminal {chain[-1].model_call_id!r} does not cover the row's tokens",
+            code="cumulative_hash_mismatch",
+        )
+    return LinearizedRow(
+        rollout_id=rollout_id,
+        token_ids=np.frombuffer(tokens, ">i8").astype(np.int64),
+        token_mask=_generated(link_spans, start),
+        logprobs=np.concatenate([call.generation_log_probs_delta for call in calls]).astype(np.float32),
+        model_call_ids=[record.model_call_id for record in chain],
+        prompt_len=link_spans[0].carry_len,
+        weight_versions=[record.weight_version for record in chain],
+        weight_version_spans=weight_spans,
+        link_spans=link_spans,
+        extras_commitments=[
+            ExtrasCommitment(record.model_call_id, record.extras_digest_version, record.extras_digest)
+            for record in chain
+        ],
+        route_shapes=[call.routes for call in calls],
+    )
+
+
+def _generated(link_spans: list[LinkSpan], total: int) -> Floats:
+    """The row's mask `[total]`: 1 where a call's generation lies."""
+    mask = np.zeros(total, np.float32)
+    end = 0
+    for span in link_spans:
+        end += span.carry_len + span.generation_len
+        mask[end - span.generation_len : end] = 1.0
+    return mask

@@ -1,0 +1,263 @@
+"""A staged call as bytes: a small header, the call's digest, and the bytes which that digest hashes.
+
+    offset  size  field (big-endian)
+    0       4     magic `RRSC`
+    4       1     version, 1
+    5       1     flags: bit 0 set when the extras hold a boundary route
+    6       2     zero
+    8       4     route rows in the extras (0 for none), u32
+    12      2     layers L of these routes, u16
+    14      2     experts a token and layer K of these routes, u16
+    16      32    digest of the call
+    48      …     the digest's preimage (`contract.digests.staging_preimage`), to the end of the value
+
+The preimage holds the call's identity, lengths, columns and hashes, length-prefixed and in wire
+order, so nothing is stored twice and proving a row is one hash over the bytes as they lie:
+
+    unpack_call(value)  →  PackedCall: parsed, checked and proven; columns are views into `value`
+
+A `PackedCall` that exists is valid: its columns have `delta_len` values, masks are 0 or 1, a mask-0
+token has log probability 0, everything is finite, and the contents hash to the digest. What it
+does not say is whether this is the row a receipt means; that is `reassembly.verify`'s part. The
+route shape in the header is a hint that lets a plan be made without reading routes; whoever reads
+the routes holds it against them.
+
+Extras travel in a field of their own (`encode_extras`), as the bytes that their digest hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_reassembler.contract.digests import (
+    CALL_DOMAIN,
+    DIGEST_VERSION,
+    EXTRAS_DIGEST_VERSION,
+    SCHEMA_VERSION,
+)
+from rollout_reassembler.contract.errors import InvalidStagedCall
+from rollout_reassembler.contract.records import StagedCall
+
+MAGIC = b"RRSC"
+VERSION = 1
+
+_HEADER = struct.Struct(">4sBBHIHH32s")
+_PREAMBLE = CALL_DOMAIN + bytes([SCHEMA_VERSION, DIGEST_VERSION, EXTRAS_DIGEST_VERSION])
+_TEXTS_AT = _HEADER.size + len(_PREAMBLE)
+_U64 = struct.Struct(">Q")
+_LENGTHS = struct.Struct(">6Q")
+_COUNTS = struct.Struct(">2Q")
+_TAIL = struct.Struct(">32sB32sB32s")
+_BOUNDARY_FLAG = 1
+_ONE = struct.pack(">f", 1.0)
+
+
+class RouteShape(NamedTuple):
+    """What routes a call's extras hold: `[rows, layers, topk]`, and whether a boundary row comes along."""
+
+    rows: int = 0
+    layers: int = 0
+    topk: int = 0
+    boundary: bool = False
+
+
+NO_ROUTES = RouteShape()
+
+
+class PackedCall(NamedTuple):
+    """A proven staged call over its packed bytes.
+
+    `carry_len` is the number of leading mask-0 tokens when the mask is carry, then generation, and
+    `None` when it is in any other order. The columns are read-only big-endian views, `[delta_len]`.
+    """
+
+    value: bytes
+    rollout_id: str
+    model_call_id: str
+    parent_call_id: str | None
+    mode: str
+    prev_len: int
+    delta_len: int
+    cum_len: int
+    weight_version: int
+    digest: str
+    extras_digest: str
+    chain_hash: str
+    cumulative_hash: str
+    carry_len: int | None
+    routes: RouteShape
+    tokens_at: int
+
+    @property
+    def token_ids_delta(self) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self.value, ">i8", self.delta_len, self.tokens_at)
+
+    @property
+    def token_mask_delta(self) -> npt.NDArray[np.float32]:
+        return np.frombuffer(self.value, ">f4", self.delta_len, self.mask_at)
+
+    @property
+    def generation_log_probs_delta(self) -> npt.NDArray[np.float32]:
+        return np.frombuffer(self.value, ">f4", self.delta_len, self.log_probs_at)
+
+    @property
+    def mask_at(self) -> int:
+        return self.tokens_at + 8 * self.delta_len + _COUNTS.size
+
+    @property
+    def log_probs_at(self) -> int:
+        return self.mask_at + 4 * self.delta_len + _COUNTS.size
+
+    @property
+    def encoded_token_ids(self) -> memoryview:
+        """The delta's tokens as the digests encode them: the count, then 8 bytes a token."""
+        return memoryview(self.value)[self.tokens_at - 8 : self.tokens_at + 8 * self.delta_len]
+
+    def to_call(self) -> StagedCall:
+        """The same call as a record, with native arrays."""
+        return StagedCall(
+            rollout_id=self.rollout_id,
+            model_call_id=self.model_call_id,
+            parent_call_id=self.parent_call_id,
+            mode=self.mode,  # type: ignore[arg-type]
+            prev_len=self.prev_len,
+            delta_len=self.delta_len,
+            cum_len=self.cum_len,
+            weight_version=self.weight_version,
+            digest=self.digest,
+            extras_digest=self.extras_digest,
+            chain_hash=self.chain_hash,
+            cumulative_hash=self.cumulative_hash,
+            token_ids_delta=self.token_ids_delta,
+            token_mask_delta=self.token_mask_delta,
+            generation_log_probs_delta=self.generation_log_probs_delta,
+        )
+
+
+def pack_call(call: StagedCall, routes: RouteShape = NO_ROUTES) -> bytes:
+    """The packed value of a call. Its extras are not in it; `routes` says what routes they hold."""
+    flags = _BOUNDARY_FLAG if routes.boundary else 0
+    digest = bytes.fromhex(call.digest)
+    return _HEADER.pack(MAGIC, VERSION, flags, 0, routes.rows, routes.layers, routes.topk, digest) + call.preimage
+
+
+def unpack_call(value: bytes) -> PackedCall:
+    """Parse, check and prove one packed value. Raises `InvalidStagedCall` for anything that is not one."""
+    try:
+        return _unpack(value)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise InvalidStagedCall(f"truncated or garbled packed call of {len(value)} bytes: {error}") from error
+
+
+def _unpack(value: bytes) -> PackedCall:
+    if type(value) is not bytes:
+        raise InvalidStagedCall(f"a packed call is bytes, got {type(value).__name__}")
+    magic, version, flags, zero, rows, layers, topk, digest = _HEADER.unpack_from(value)
+    if magic != MAGIC or version != VERSION or zero or flags & ~_BOUNDARY_FLAG:
+        raise InvalidStagedCall(f"not a packed call of version {VERSION}: starts with {value[:8]!r}")
+    if not value.startswith(_PREAMBLE, _HEADER.size):
+        raise InvalidStagedCall("unsupported schema or digest version")
+    if hashlib.sha256(memoryview(value)[_HEADER.size :]).digest() != digest:
+        raise InvalidStagedCall("contents do not hash to the digest")
+    rollout_id, at = _text(value, _TEXTS_AT)
+    model_call_id, at = _text(value, at)
+    parent_call_id = None
+    if value[at]:
+        parent_call_id, at = _text(value, at + 1)
+    else:
+        at += 1
+    mode, at = _text(value, at)
+    prev_len, delta_len, cum_len, weight_version, token_bytes, count = _LENGTHS.unpack_from(value, at)
+    tokens_at = at + _LENGTHS.size
+    mask_at = tokens_at + 8 * delta_len + _COUNTS.size
+    log_probs_at = mask_at + 4 * delta_len + _COUNTS.size
+    tail_at = log_probs_at + 4 * delta_len
+    if len(value) != tail_at + _TAIL.size:
+        raise InvalidStagedCall(f"{len(value)} bytes for {delta_len} tokens; expected {tail_at + _TAIL.size}")
+    sizes = (
+        token_bytes,
+        count,
+        *_COUNTS.unpack_from(value, mask_at - 16),
+        *_COUNTS.unpack_from(value, log_probs_at - 16),
+    )
+    column = (8 + 4 * delta_len, delta_len)
+    if sizes != (8 + 8 * delta_len, delta_len, *column, *column):
+        raise InvalidStagedCall(f"column lengths {sizes[1::2]} do not all equal delta_len {delta_len}")
+    if not (rollout_id and model_call_id and delta_len) or cum_len != prev_len + delta_len or parent_call_id == "":
+        raise InvalidStagedCall(f"call {model_call_id!r}: empty id or delta, or lengths that do not add up")
+    if (mode, prev_len == 0) != (("text", True) if parent_call_id is None else ("token_in", False)):
+        raise InvalidStagedCall(
+            f"call {model_call_id!r}: mode {mode!r}, parent {parent_call_id!r}, prev_len {prev_len}"
+        )
+    extras, _, chain, _, cumulative = _TAIL.unpack_from(value, tail_at)
+    return PackedCall(
+        value,
+        rollout_id,
+        model_call_id,
+        parent_call_id,
+        mode,
+        prev_len,
+        delta_len,
+        cum_len,
+        weight_version,
+        digest.hex(),
+        extras.hex(),
+        chain.hex(),
+        cumulative.hex(),
+        _check_columns(value, delta_len, tokens_at, mask_at, log_probs_at),
+        RouteShape(rows, layers, topk, flags & _BOUNDARY_FLAG != 0) if rows or flags else NO_ROUTES,
+        tokens_at,
+    )
+
+
+def _text(value: bytes, at: int) -> tuple[str, int]:
+    start = at + 8
+    end = start + _U64.unpack_from(value, at)[0]
+    if end > len(value):
+        raise InvalidStagedCall(f"a text of {end - start} bytes in a value of {len(value)}")
+    return value[start:end].decode(), end
+
+
+def _check_columns(value: bytes, n: int, tokens_at: int, mask_at: int, log_probs_at: int) -> int | None:
+    """The carry length of a call in order, `None` for another order; raises where a column is invalid.
+
+    At some thousand calls a second the cost of this function is numpy's cost a call, so the common
+    case is decided on the bytes: an id is non-negative when its first byte is ASCII, a mask in order
+    equals zeros then ones, and a float whose first byte is neither 7f nor ff is below 2**127.
+    Whatever these tests do not settle is looked at exactly.
+    """
+    first_one = value.find(_ONE[0], mask_at, mask_at + 4 * n)
+    carry = n if first_one < 0 else (first_one - mask_at) // 4
+    zeros = bytes(4 * carry)
+    exponents = value[log_probs_at + 4 * carry : log_probs_at + 4 * n : 4]
+    if (
+        value[tokens_at : tokens_at + 8 * n : 8].isascii()
+        and value[mask_at : mask_at + 4 * n] == zeros + _ONE * (n - carry)
+        and value.startswith(zeros, log_probs_at)
+        and b"\x7f" not in exponents
+        and b"\xff" not in exponents
+    ):
+        return carry
+    return _check_columns_exactly(value, n, tokens_at, mask_at, log_probs_at)
+
+
+def _check_columns_exactly(value: bytes, n: int, tokens_at: int, mask_at: int, log_probs_at: int) -> int | None:
+    ids = np.frombuffer(value, ">i8", n, tokens_at)
+    mask = np.frombuffer(value, ">f4", n, mask_at)
+    log_probs = np.frombuffer(value, ">f4", n, log_probs_at)
+    if (ids < 0).any():
+        raise InvalidStagedCall("token ids must be non-negative and fit a signed 64-bit integer")
+    generated = mask == 1.0
+    if not (generated | (mask == 0.0)).all():
+        raise InvalidStagedCall("the token mask must hold only 0.0 and 1.0")
+    if not np.isfinite(log_probs).all():
+        raise InvalidStagedCall("log probabilities must be finite")
+    if log_probs[~generated].any():
+        raise InvalidStagedCall("a token with mask 0 must have log probability 0.0")
+    carry = int(n - np.count_nonzero(generated))
+    return carry if generated[carry:].all() else None

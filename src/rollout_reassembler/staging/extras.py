@@ -1,0 +1,84 @@
+"""A call's extras as bytes: the typed binary form that `extras_digest` hashes, and back.
+
+The column `extras` of a staged row holds `encode_extras(mapping)`, or no bytes at all where the call
+has none. `decode_extras` reads it and holds it against the digest that the receipt commits to, so
+that whoever uses extras has proven them. Nothing else in the system reads this column.
+
+    {"a": [1, True]}  ⇄  D 1  "a"  L 2  I 1  B 01
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from rollout_reassembler.contract.digests import MAX_EXTRAS_DEPTH, encoded_extras_digest
+from rollout_reassembler.contract.errors import InvalidStagedCall
+
+_U64 = struct.Struct(">Q")
+_I64 = struct.Struct(">q")
+_F64 = struct.Struct(">d")
+
+
+def decode_extras(encoded: bytes, committed_digest: str) -> dict[str, Any]:
+    """The extras mapping, proven against its digest. Raises `InvalidStagedCall`.
+
+    `encoded` may be empty: no extras, which is proven too.
+    """
+    if encoded_extras_digest(encoded or b"N") != committed_digest:
+        raise InvalidStagedCall("extras do not hash to the digest that commits to them", code="extras_digest_mismatch")
+    if not encoded or encoded == b"N":
+        return {}
+    try:
+        value, end = _decode(encoded, 0, depth=0)
+    except (struct.error, UnicodeDecodeError, KeyError, IndexError) as error:
+        raise InvalidStagedCall(f"garbled extras of {len(encoded)} bytes: {error!r}") from error
+    if end != len(encoded) or type(value) is not dict:
+        raise InvalidStagedCall(f"extras of {len(encoded)} bytes hold {type(value).__name__} in {end} bytes")
+    return value
+
+
+def _decode(data: bytes, at: int, *, depth: int) -> tuple[Any, int]:
+    if depth > MAX_EXTRAS_DEPTH:
+        raise InvalidStagedCall(f"extras are nested deeper than {MAX_EXTRAS_DEPTH}")
+    kind, at = data[at : at + 1], at + 1
+    if kind == b"L":
+        count, at = _count(data, at)
+        items = []
+        for _ in range(count):
+            item, at = _decode(data, at, depth=depth + 1)
+            items.append(item)
+        return items, at
+    if kind == b"D":
+        count, at = _count(data, at)
+        mapping = {}
+        for _ in range(count):
+            key, at = _text(data, at)
+            mapping[key], at = _decode(data, at, depth=depth + 1)
+        return mapping, at
+    return _SCALARS[kind](data, at)
+
+
+def _count(data: bytes, at: int) -> tuple[int, int]:
+    """A length that the rest of the data can hold: each item takes a byte at least."""
+    count = _U64.unpack_from(data, at)[0]
+    if count > len(data) - at:
+        raise InvalidStagedCall(f"extras claim {count} items in {len(data)} bytes")
+    return count, at + 8
+
+
+def _text(data: bytes, at: int) -> tuple[str, int]:
+    length, start = _count(data, at)
+    if start + length > len(data):
+        raise InvalidStagedCall(f"extras claim a text of {length} bytes in {len(data)}")
+    return data[start : start + length].decode(), start + length
+
+
+_SCALARS: dict[bytes, Callable[[bytes, int], tuple[Any, int]]] = {
+    b"N": lambda data, at: (None, at),
+    b"B": lambda data, at: (data[at] == 1, at + 1),
+    b"I": lambda data, at: (_I64.unpack_from(data, at)[0], at + 8),
+    b"F": lambda data, at: (_F64.unpack_from(data, at)[0], at + 8),
+    b"S": _text,
+}

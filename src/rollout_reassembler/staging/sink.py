@@ -1,0 +1,166 @@
+"""Worker side of staging: make calls durable, many at a time, and say honestly which are.
+
+    sink = StagingSink(dp_client, staging_partition="staging")
+    result = sink.stage(call)          # from any thread; returns when the row is durable
+    if not result.ok: ...              # the call is not durable; result.error says why
+
+A data plane pays per call, not per row, so calls that are staged at the same time share one put:
+the first to arrive takes all that wait and writes them, the next batch gathers meanwhile. With
+`window_s` above 0 the first waits that long for company. A batch that fails is retried call by
+call, so that one bad record never costs its batch mates.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollout_reassembler.contract.digests import encode_extras
+from rollout_reassembler.contract.errors import ContractError, DataPlaneError, DataPlaneTimeout, DataPlaneUnavailable
+from rollout_reassembler.contract.records import StagedCall, StageResult
+from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.staging.codec import NO_ROUTES, RouteShape, pack_call
+from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD, ROLLOUT_TAG, STAGED_AT_TAG
+
+
+@dataclass
+class _Pending:
+    """One encoded call on its way: done once a put has answered for it, with an error if it is not durable."""
+
+    key: str
+    rollout_id: str
+    value: bytes
+    extras: bytes
+    done: bool = False
+    error: str = "interrupted before the data plane answered"
+
+    @property
+    def result(self) -> StageResult:
+        if self.error:
+            return StageResult(ok=False, error=self.error)
+        return StageResult(ok=True, staging_key=self.key)
+
+
+class StagingSink:
+    """Stages calls into one partition. Safe to share between the threads of a worker.
+
+    `route_shape` tells what routes a call's extras hold, where router replay is on; `window_s` is
+    how long, in seconds, a put waits for other calls, `max_batch_bytes` bounds one put.
+    """
+
+    def __init__(
+        self,
+        dp_client: DataPlaneClient,
+        *,
+        staging_partition: str,
+        window_s: float = 0.0,
+        max_batch_bytes: int = 64 << 20,
+        route_shape: Callable[[StagedCall], RouteShape] | None = None,
+    ) -> None:
+        self._client = dp_client
+        self._partition = staging_partition
+        self._window_s = window_s
+        self._max_batch_bytes = max_batch_bytes
+        self._route_shape = route_shape
+        self._waiting: list[_Pending] = []
+        self._turn = threading.Condition()
+        self._writing = False
+
+    def stage(self, record: StagedCall) -> StageResult:
+        """Make one call durable. Never raises for bad data or a failing plane; the result says so."""
+        pending = self._encode(record)
+        if isinstance(pending, StageResult):
+            return pending
+        with self._turn:
+            self._waiting.append(pending)
+            while self._writing and not pending.done:
+                self._turn.wait()
+            if pending.done:
+                return pending.result
+            self._writing = True
+        try:
+            if self._window_s:
+                time.sleep(self._window_s)
+            while not pending.done:
+                self._write_next_batch()
+        finally:
+            with self._turn:
+                self._writing = False
+                self._turn.notify_all()
+        return pending.result
+
+    def stage_all(self, records: Sequence[StagedCall]) -> list[StageResult]:
+        """Stage several calls in as few puts as their bytes allow; results in the same order."""
+        encoded = [self._encode(record) for record in records]
+        waiting = [pending for pending in encoded if isinstance(pending, _Pending)]
+        while waiting:
+            self._write(self._take_batch(waiting))
+        return [pending.result if isinstance(pending, _Pending) else pending for pending in encoded]
+
+    def clear(self, keys: Sequence[str]) -> None:
+        """Remove staged rows. Raises `DataPlaneError`."""
+        if keys:
+            self._client.clear_samples(list(keys), self._partition)
+
+    def _encode(self, record: StagedCall) -> _Pending | StageResult:
+        try:
+            routes = self._route_shape(record) if self._route_shape is not None else NO_ROUTES
+            extras = encode_extras(record.extras) if record.extras is not None else b""
+            return _Pending(record.staging_key, record.rollout_id, pack_call(record, routes), extras)
+        except ContractError as error:
+            return StageResult(ok=False, error=str(error))
+
+    def _write_next_batch(self) -> None:
+        with self._turn:
+            batch = self._take_batch(self._waiting)
+        try:
+            self._write(batch)
+        finally:
+            with self._turn:
+                self._turn.notify_all()
+
+    def _take_batch(self, waiting: list[_Pending]) -> list[_Pending]:
+        """Take what fits one put off the front; a key that comes twice waits for the next put."""
+        batch: list[_Pending] = []
+        keys: set[str] = set()
+        size = 0
+        while waiting and waiting[0].key not in keys:
+            size += len(waiting[0].value) + len(waiting[0].extras)
+            if batch and size > self._max_batch_bytes:
+                break
+            keys.add(waiting[0].key)
+            batch.append(waiting.pop(0))
+        return batch
+
+    def _write(self, batch: list[_Pending]) -> None:
+        """Write a batch; every call in it is done afterwards, durable or with its error.
+
+        A plane that is gone or silent is gone for each call alone too; any other refusal is some
+        record's fault, so the records are tried one by one.
+        """
+        try:
+            self._put(batch)
+        except DataPlaneError as error:
+            if len(batch) == 1 or isinstance(error, DataPlaneTimeout | DataPlaneUnavailable):
+                for pending in batch:
+                    pending.error = str(error)
+            else:
+                for pending in batch:
+                    self._write([pending])
+        else:
+            for pending in batch:
+                pending.error = ""
+        finally:
+            for pending in batch:
+                pending.done = True
+
+    def _put(self, batch: list[_Pending]) -> None:
+        staged_at = time.time()
+        self._client.put_samples(
+            [pending.key for pending in batch],
+            self._partition,
+            {CALL_FIELD: [p.value for p in batch], EXTRAS_FIELD: [p.extras for p in batch]},
+            [{ROLLOUT_TAG: p.rollout_id, STAGED_AT_TAG: staged_at} for p in batch],
+        )
