@@ -101,7 +101,7 @@ def _said(message: Message) -> dict[str, Any]:
         if key == "content" and isinstance(plain, str) and plain:
             plain = [{"type": "text", "text": plain}]
         elif key == "tool_calls" and isinstance(plain, list):
-            plain = [_with_parsed_arguments(call) for call in plain]
+            plain = [_with_plain_arguments(call) for call in plain]
         if plain not in ("", [], {}):
             said[_string_key(key)] = plain
     return said
@@ -126,13 +126,15 @@ def _string_key(key: Any) -> str:
     return key
 
 
-def _with_parsed_arguments(call: Any) -> Any:
+def _with_plain_arguments(call: Any) -> Any:
     """A tool call whose arguments, if they are a JSON object in a string, no longer depend on its spacing."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        parsed = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"])
+        if not isinstance(arguments, dict):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(arguments, sort_keys=True)}}
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call

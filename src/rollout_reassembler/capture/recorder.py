@@ -12,8 +12,9 @@ acknowledged*. Nothing here knows an engine.
     coords.disposition, coords.weight_version                   # ("staged", 7)
 
 What must stay true: **capture never fails the model's answer**. Wrong data and a data plane that
-cannot be reached become coordinates with `capture_failed` and a reason, which poison the rollout when
-the ledger records them. Only misuse raises: a call closed twice, a weight version that is no count.
+cannot be reached become coordinates with `capture_failed` and a reason, which poison the rollout
+when the ledger records them. Only misuse raises: a call closed twice, a weight version that is no
+count.
 
 For router replay `extras` holds `routed_experts`, one row a *delta* token, and optionally
 `routed_experts_boundary`, the route of the parent's last sampled token as this call's prefill
@@ -33,7 +34,6 @@ import numpy.typing as npt
 
 from rollout_reassembler.capture.prefixes import DEFAULT_MAX_TOKENS, PrefixCache
 from rollout_reassembler.capture.records import (
-    INVALID_CALL,
     PREFIX_UNAVAILABLE,
     PROMPT_DIVERGES,
     STAGING_FAILED,
@@ -67,7 +67,7 @@ class CallSource(Protocol):
     def fetch(self, keys: list[str], /) -> list[StagedCall]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpenCall:
     """A call between its admission and its answer.
 
@@ -80,7 +80,7 @@ class OpenCall:
     weight_version: int
     prefix_token_ids: Integers = field(default_factory=lambda: NO_TOKENS)
     failure: str | None = None
-    _closing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    _closing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def close(self) -> None:
         """Raises `CallClosed` for everyone but the first who closes the call."""
@@ -178,18 +178,15 @@ class CallRecorder:
 
 def _sequence(call: OpenCall, prompt_token_ids: TokenIds, generated_token_ids: TokenIds) -> Integers:
     """The call's whole sequence, int64 `[P + G]`, once its prompt is known to begin with the parent's."""
-    prompt, prefix = _token_ids(prompt_token_ids), call.prefix_token_ids
+    prompt, prefix = digests.as_token_ids(prompt_token_ids), call.prefix_token_ids
     if len(prompt) < len(prefix):
         raise InvalidStagedCall(
             f"the parent's sequence has {len(prefix)} tokens, the prompt only {len(prompt)}", code=PROMPT_DIVERGES
         )
     differs = np.flatnonzero(prompt[: len(prefix)] != prefix)
     if differs.size:
-        at = int(differs[0])
-        raise InvalidStagedCall(
-            f"at {at} the parent's sequence has token {prefix[at]}, the prompt {prompt[at]}", code=PROMPT_DIVERGES
-        )
-    return np.concatenate([prompt, _token_ids(generated_token_ids)])
+        raise InvalidStagedCall(f"the prompt leaves the parent's sequence at {differs[0]}", code=PROMPT_DIVERGES)
+    return np.concatenate([prompt, digests.as_token_ids(generated_token_ids)])
 
 
 def _sealed(
@@ -197,18 +194,15 @@ def _sealed(
 ) -> StagedCall:
     """The call's delta: the carry with mask 0, then `generation_len` sampled tokens with mask 1."""
     admission, prev_len = call.admission, call.admission.prev_len
-    sampled = _as_call(digests.as_floats, log_probs, "log probabilities")
+    sampled = digests.as_floats(log_probs, "log probabilities")
     if len(sampled) != generation_len:
-        raise InvalidStagedCall(
-            f"{generation_len} tokens were sampled, with {len(sampled)} log probabilities", code=INVALID_CALL
-        )
+        raise InvalidStagedCall(f"{generation_len} tokens were sampled, with {len(sampled)} log probabilities")
     carry_len = len(token_ids) - prev_len - generation_len
-    return _as_call(
-        seal_call,
+    return seal_call(
         rollout_id=admission.rollout_id,
         model_call_id=admission.model_call_id,
         token_ids_delta=token_ids[prev_len:],
-        token_mask_delta=np.repeat(np.float32([0, 1]), [carry_len, generation_len]),
+        token_mask_delta=np.repeat(np.array([0, 1], dtype=np.float32), [carry_len, generation_len]),
         generation_log_probs_delta=np.concatenate([np.zeros(carry_len, dtype=np.float32), sampled]),
         weight_version=call.weight_version,
         # seal_call reads of a parent what a ParentLink holds, and nothing else.
@@ -216,3 +210,23 @@ def _sealed(
         prefix_token_ids=token_ids[:prev_len],
         extras=extras,
     )
+
+
+def _failed(call: OpenCall, reason: str) -> CommitCoords:
+    admission = call.admission
+    LOGGER.warning("call %r of rollout %r not captured: %s", admission.model_call_id, admission.rollout_id, reason)
+    return CommitCoords.failed(admission, weight_version=call.weight_version, reason=reason)
+
+
+def _followed(chain: Sequence[StagedCall], admission: CaptureAdmission) -> Integers:
+    """The deltas from root to parent as one sequence, int64 `[prev_len]`, proven by the parent's chain hash.
+
+    The hash covers every delta in order, so nothing else about the rows has to be believed.
+    """
+    link = None
+    for staged in chain:
+        link = digests.chain_hash(link, staged.token_ids_delta)
+    token_ids = np.concatenate([staged.token_ids_delta for staged in chain])
+    if link != admission.parent_chain_hash or len(token_ids) != admission.prev_len:
+        raise InvalidStagedCall(f"the rows of {admission.staging_chain} are not the parent's sequence")
+    return token_ids

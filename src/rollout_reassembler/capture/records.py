@@ -38,7 +38,6 @@ INVALID_COORDS = "invalid_worker_commit_coordinates"
 MISSING_RESPONSE_ID = "ledger_row_missing_response_id"
 PREFIX_UNAVAILABLE = "prefix_unavailable"
 PROMPT_DIVERGES = "prompt_diverges"
-INVALID_CALL = "invalid_call"
 STAGING_FAILED = "staging_failed"
 
 

@@ -39,7 +39,7 @@ def encode_cell(array: npt.NDArray[Any]) -> bytes:
     """The array `[...]` of a supported dtype as one bytes value."""
     name = array.dtype.name
     header = _PREFIX.pack(_MAGIC, _CODES[name], array.ndim) + struct.pack(f"<{array.ndim}Q", *array.shape)
-    return b"".join((header, np.ascontiguousarray(array, _little_endian(name))))
+    return b"".join((header, np.ascontiguousarray(array, _little_endian(name)).data))
 
 
 def decode_cell(cell: object, spec: FieldSpec) -> npt.NDArray[Any]:

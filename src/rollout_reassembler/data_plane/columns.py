@@ -96,16 +96,14 @@ def checked_columns(
 
 def selected_fields(select_fields: Sequence[str] | None, schema: Schema, partition: str) -> list[str]:
     """The columns that a get reads: those named, or all registered ones. Raises `SchemaViolation`."""
-    if select_fields is None:
-        return list(schema)
-    names = list(dict.fromkeys(select_fields))
+    names = list(schema) if select_fields is None else list(dict.fromkeys(select_fields))
     unknown = [name for name in names if name not in schema]
     if unknown:
         known = ", ".join(sorted(schema))
         what = f"no column {', '.join(map(repr, unknown))} is registered; there are: {known}"
         raise SchemaViolation(what, call="get_samples", partition=partition)
     if not names:
-        raise ValueError("select_fields is empty: name a column, or leave it out to read all")
+        raise ValueError("no column to read: name one; a partition of tags alone is read with get_tags")
     return names
 
 

@@ -1,10 +1,10 @@
 """The data plane on TransferQueue: rows in the memory of the queue's storage units, found through its controller.
 
-    client.py      the `DataPlaneClient`: deadlines, schemas, errors; what callers meet
-    rows.py        what one call does on the wire: its steps, each a round trip
-    cells.py       a checked column as the queue holds it, and back
-    connection.py  starting the queue, attaching to it, ending it
-    calls.py       waits that end
+client.py      the `DataPlaneClient`: deadlines, schemas, errors; what callers meet
+rows.py        what one call does on the wire: its steps, each a round trip
+cells.py       a checked column as the queue holds it, and back
+connection.py  starting the queue, attaching to it, ending it
+calls.py       waits that end
 """
 
 from rollout_reassembler.data_plane.transfer_queue.client import TransferQueueDataPlane

@@ -16,21 +16,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import asynccontextmanager
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import zmq
 from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.metadata import BatchMeta
-from transfer_queue.storage.managers.simple_storage_manager import StorageUnitTimeout
-from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
 from transfer_queue.utils.zmq_utils import ZMQRequestType
 
-from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.base import Tags
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
+from rollout_reassembler.data_plane.transfer_queue.queue_errors import translated
 from rollout_reassembler.data_plane.transfer_queue.store import ValueStore
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, field_schema
 
@@ -63,7 +58,7 @@ class QueueRows:
         tags: Sequence[Tags] | None,
     ) -> None:
         """Write columns, then make them readable, then set tags: a tag that is there means written."""
-        async with _translated(site):
+        async with translated(site):
             meta = await self._queue.async_kv_retrieve_meta(keys, partition, create=True)
             if len(meta) != len(keys):
                 raise site.failed(f"the controller numbered {len(meta)} of {len(keys)} rows")
@@ -80,7 +75,7 @@ class QueueRows:
 
         Without `partial` the answer to a read with missing rows holds no columns.
         """
-        async with _translated(site):
+        async with translated(site):
             wanted = keys
             for _ in range(_READ_ATTEMPTS):
                 if not wanted or (len(wanted) < len(keys) and not partial):
@@ -97,18 +92,20 @@ class QueueRows:
                 return RowsRead(wanted, columns, _without(keys, wanted))
             else:
                 raise site.failed("rows kept being written or cleared while they were read; read again")
-            return RowsRead([], {name: [] for name in names}, _without(keys, wanted if not partial else []))
+            return RowsRead([], {name: [] for name in names}, _without(keys, wanted))
 
     async def tags(self, site: CallSite, partition: str, keys: list[str]) -> dict[str, Tags]:
         """The tags of those keys (each named once) that are there."""
-        async with _translated(site):
+        async with translated(site):
             meta = await self._queue.async_kv_retrieve_meta(keys, partition)
-            known = keys if len(meta) == len(keys) else await self._keys_of(partition, meta)
-            return dict(zip(known, meta.custom_meta, strict=True))
+            if len(meta) == len(keys):
+                return dict(zip(keys, meta.custom_meta, strict=True))
+            known = await self._keys_of(partition, meta)
+            return {key: tags for key, tags in zip(known, meta.custom_meta, strict=True) if key is not None}
 
-    async def list(self, site: CallSite, partition: str) -> dict[str, Tags]:
+    async def list_all(self, site: CallSite, partition: str) -> dict[str, Tags]:
         """All keys of the partition with their tags."""
-        async with _translated(site):
+        async with translated(site):
             listed = await self._queue.async_kv_list(partition)
             tags: dict[str, Tags] = listed.get(partition, {})
             return tags
@@ -119,7 +116,7 @@ class QueueRows:
         When a storage unit does not answer, the numbers stay, so that the same clear can be tried
         again; the rows are hidden from readers by then.
         """
-        async with _translated(site):
+        async with translated(site):
             meta = await self._queue.async_kv_retrieve_meta(keys, partition)
             if len(meta) == 0:
                 return
@@ -135,7 +132,7 @@ class QueueRows:
         Asking the controller for more rows than there are either fails or stops it for seconds,
         depending on who started it. So what is there is counted first.
         """
-        async with _translated(site):
+        async with translated(site):
             ready = await self._count_ready(partition, task, names)
             if ready == 0:
                 return [], []
@@ -148,7 +145,7 @@ class QueueRows:
 
     async def is_consumed(self, site: CallSite, partition: str, task: str) -> bool:
         """Whether the task has claimed every row that is there; true when there is none."""
-        async with _translated(site):
+        async with translated(site):
             _, status = await self._queue.async_get_consumption_status(task, partition)
             return status is None or bool((status == 1).all())
 
@@ -241,20 +238,3 @@ class QueueRows:
 def _without(keys: Sequence[str], found: Sequence[str]) -> list[str]:
     there = set(found)
     return [key for key in keys if key not in there]
-
-
-@asynccontextmanager
-async def _translated(site: CallSite) -> AsyncIterator[None]:
-    """TransferQueue's errors as ours: it raises `RuntimeError` for all of them, with the cause inside."""
-    try:
-        yield
-    except DataPlaneError:
-        raise
-    except (StorageUnitTimeout, zmq.ZMQError) as error:
-        raise site.unavailable(f"a storage unit does not answer: {error}") from error
-    except (RuntimeError, StorageKeyNotFoundError) as error:
-        if isinstance(error.__cause__, zmq.ZMQError):
-            raise site.unavailable(str(error)) from error
-        if "capacity exceeded" in str(error):
-            raise site.failed(f"the queue is full; clear rows or give it a larger total_storage_size: {error}") from error
-        raise site.failed(str(error)) from error

@@ -20,6 +20,10 @@ BackendMeta = dict[int, dict[str, Any]]
 """What a store wants kept with each row, by global index and column; empty for storage units."""
 
 
+_NO_SUCH_FIELD = "not found. Available"
+"""In the answer of a unit that never held the column; for a row it lacks there is a `KeyError`."""
+
+
 class ValueStore(Protocol):
     """Values by global index. `meta` is the queue's `BatchMeta` of the rows, in the caller's order."""
 
@@ -61,7 +65,12 @@ class SimpleStore:
                 self._manager._get_from_single_storage_unit, group.global_indexes, names, target_storage_unit=unit
             )
             requests.append(self._manager._request_with_retry("get", unit, f"{len(meta)} rows", ask))
-        answers = await asyncio.gather(*requests)
+        try:
+            answers = await asyncio.gather(*requests)
+        except RuntimeError as error:
+            if _NO_SUCH_FIELD in str(error):
+                raise KeyError(str(error)) from error
+            raise
         columns: dict[str, list[Any]] = {name: [None] * len(meta) for name in names}
         for group, (_, values) in zip(groups.values(), answers, strict=True):
             for name in names:

@@ -33,10 +33,9 @@ def to_queue(column: CheckedColumn, cells: Literal["bytes", "tensors"]) -> Queue
         return column.tolist() if cells == "bytes" else torch.from_numpy(column.copy())
     if isinstance(column[0], bytes):
         return list(column)
-    arrays: list[npt.NDArray[Any]] = column  # type: ignore[assignment]
     if cells == "bytes":
-        return [encode_cell(array) for array in arrays]
-    return [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays]
+        return [encode_cell(array) for array in column]
+    return [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in column]
 
 
 def field_schema(values: QueueValues, global_indexes: Sequence[int]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +38,7 @@ HIDDEN = 64
 EXPERTS = 8
 TOP_K = 2
 TORCH_THREADS = 2
-# At each step the policy ends its turn with about one chance in so many.
+# About one step in so many ends the turn, whatever the context.
 MEAN_TURN_TOKENS = 64
 
 
@@ -74,10 +73,9 @@ class Generation:
     def routes_between(self, start: int, stop: int) -> Routes:
         """Routes of the positions `start..stop` as `[stop - start, L, K]`; -1 wherever this call ran nothing."""
         routes = np.full((stop - start, *self.routed_experts.shape[1:]), -1, dtype=np.int16)
-        first = max(start, self.routes_start)
-        last = min(stop, self.routes_start + len(self.routed_experts))
-        if first < last:
-            routes[first - start : last - start] = self.routed_experts[first - self.routes_start : last - self.routes_start]
+        positions = np.arange(self.routes_start, self.routes_start + len(self.routed_experts))
+        asked = (positions >= start) & (positions < stop)
+        routes[positions[asked] - start] = self.routed_experts[asked]
         return routes
 
 
@@ -129,7 +127,7 @@ class DemoPolicy:
         then covers the prompt and all sampled tokens but the last. The tokens depend on the prompt and `seed` alone.
         """
         if len(prompt_ids) == 0 or max_new_tokens < 1:
-            raise ValueError(f"a turn needs a prompt and a token to sample, got {len(prompt_ids)=} and {max_new_tokens=}")
+            raise ValueError(f"expected a prompt and room for a token, got {len(prompt_ids)=} and {max_new_tokens=}")
         session = Session() if session is None else session
         prompt_ids = np.asarray(prompt_ids, dtype=np.int64)
         routes_start = session.uncovered_from(prompt_ids)
@@ -193,7 +191,7 @@ class DemoPolicy:
         ranked = router_logits.topk(TOP_K + 1, dim=-1).values
         return output.logits[0], experts, ranked[..., TOP_K - 1] - ranked[..., TOP_K]
 
-    def _on_gate(self, gate: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    def _on_gate(self, gate: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]) -> None:
         """Keep what one layer's gate decided: the indices it sent the tokens to, not a second top-k of its logits."""
         router_logits, _, chosen = output
         self._gate_outputs.append((router_logits, chosen))
@@ -218,7 +216,8 @@ def _build_model(tokenizer: DemoTokenizer, seed: int) -> Qwen3MoeForCausalLM:
         eos_token_id=tokenizer.im_end_id,
         dtype=torch.float32,
     )
-    model = Qwen3MoeForCausalLM(config).eval()
+    model = Qwen3MoeForCausalLM(config)
+    model.train(False)
     model.set_attn_implementation("eager")
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -263,11 +262,11 @@ def _set_turn_length(model: Qwen3MoeForCausalLM, tokenizer: DemoTokenizer) -> No
     head = model.lm_head.weight
     head[:, 0] = 0.0
     after_norm = constant / (1 + constant**2 / HIDDEN) ** 0.5
-    # The other logits are normal with variance 2² (the scale of `lm_head`), less what channel 0 takes of the norm.
-    spread = 2.0**2 * (1 - after_norm**2 / HIDDEN)
-    log_total = np.log(tokenizer.vocab_size) + spread / 2
+    # The other logits are normal; their variance is the head's 2², less the share of the norm that channel 0 takes.
+    variance = 2.0**2 * (1 - after_norm**2 / HIDDEN)
+    stop_logit = np.log(tokenizer.vocab_size / MEAN_TURN_TOKENS) + variance / 2
     for token_id, logit in (
-        (tokenizer.im_end_id, log_total - np.log(MEAN_TURN_TOKENS)),
+        (tokenizer.im_end_id, stop_logit),
         (tokenizer.im_start_id, -20.0),
         (tokenizer.pad_id, -20.0),
     ):

@@ -120,7 +120,7 @@ def build_tokenizer() -> DemoTokenizer:
 
 _SUBJECTS = ("the agent", "a student", "the calculator", "our search tool", "the weather service", "the file browser")
 _VERBS = ("adds", "multiplies", "looks up", "compares", "rounds", "converts", "counts", "sorts", "summarises", "checks")
-_OBJECTS = ("the prices", "two numbers", "the distances", "all temperatures", "the open tickets", "every line of the log")
+_OBJECTS = ("the prices", "two numbers", "the distances", "all temperatures", "the open tickets", "every log line")
 _PLACES = ("Zürich", "Kraków", "São Paulo", "München", "東京", "Αθήνα", "Reykjavík", "Київ")
 _UNITS = ("km", "°C", "€", "kg", "%", "µs", "m²")
 _TOOLS = ("calculator", "search", "weather", "read_file", "calendar", "convert_units")

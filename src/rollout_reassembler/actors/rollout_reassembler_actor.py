@@ -1,0 +1,196 @@
+"""A reassembler as a CPU Ray actor: requests of metadata in, answers of metadata out.
+
+    actors = create_rollout_reassembler_actors(dp_config, config, num_workers=4)
+    group = ray.get(actors[0].finalize.remote(request))
+
+The actor owns one data-plane connection and one reassembler, in its own process. It bootstraps
+nothing: whoever drives the run starts the data plane and registers the partitions. Rows never pass
+through it to its caller; the answer names them. Request and answer are both held to
+`assert_metadata_only`.
+
+Ray restarts an actor that dies and runs its request again (`max_restarts`, `max_task_retries`);
+that is safe because finalizing twice equals finalizing once. What the actor raises arrives typed:
+`DataPlaneError`, `GroupConflict`, `RequestError`, `RpcPayloadError`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rollout_reassembler.actors.metrics import GroupMetrics
+from rollout_reassembler.contract.errors import DataPlaneUnavailable, PartitionNotRegistered, RequestError
+from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
+from rollout_reassembler.contract.rpc_guard import _FORBIDDEN_RPC_KEYS, assert_metadata_only
+from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.config import DataPlaneConfig
+from rollout_reassembler.data_plane.factory import build_data_plane_client
+from rollout_reassembler.reassembly.reassembler import RolloutReassembler
+
+__all__ = [
+    "_FORBIDDEN_RPC_KEYS",
+    "FinalizedGroup",
+    "ReassemblyRequest",
+    "RolloutReassemblerActor",
+    "RolloutReassemblerActorConfig",
+    "assert_metadata_only",
+    "create_rollout_reassembler_actors",
+]
+
+MAX_TASK_RETRIES = 3
+_ACTOR_OPTIONS: dict[str, Any] = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": MAX_TASK_RETRIES}
+_DEPENDENCIES = ("numpy", "pydantic", "ray", "tensordict", "torch", "TransferQueue")
+
+
+class RolloutReassemblerActor:
+    """One reassembler in one process; `RolloutReassemblerActor.remote(...)` makes it a Ray actor.
+
+    It connects when it is first used, so that a data plane that can't be reached is the typed error
+    of a call rather than the death of an actor.
+    """
+
+    def __init__(self, dp_config: DataPlaneConfig | Mapping[str, Any], config: RolloutReassemblerActorConfig) -> None:
+        self._dp_config = DataPlaneConfig.model_validate(dp_config)
+        self._config = config
+
+    @classmethod
+    def options(cls, **options: Any) -> Any:
+        """The Ray actor class with these options over the defaults (1 CPU, no GPU, restarts and retries)."""
+        return ray.remote(**_ACTOR_OPTIONS)(cls).options(**options)
+
+    @classmethod
+    def remote(cls, dp_config: DataPlaneConfig | Mapping[str, Any], config: RolloutReassemblerActorConfig) -> Any:
+        """Start this as a Ray actor."""
+        return cls.options().remote(dp_config, config)
+
+    def finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
+        """Publish the request's group. See `RolloutReassembler.finalize_group` for what it raises."""
+        assert_metadata_only(request)
+        group = self._reassembler.finalize_group(
+            request.group_id,
+            request.rollout_ids,
+            request.receipts,
+            request.rewards,
+            mask_sample=request.mask_sample,
+            fallback_weight_version=request.fallback_weight_version,
+            prompt_idx=request.prompt_idx,
+            loss_multiplier=request.loss_multiplier,
+            canonical_sample_ids=request.canonical_sample_ids,
+            truncated=request.truncated,
+        )
+        assert_metadata_only(group)
+        self._metrics.observe(group)
+        return group
+
+    def check_dependencies(self) -> dict[str, str]:
+        """Import and reach all that a finalize will need; returns the versions found.
+
+        Raises `DataPlaneUnavailable`, or `PartitionNotRegistered` naming the partition.
+        """
+        client = self._client
+        for partition in (self._config.partition_id, self._config.staging_partition):
+            if not client.is_registered(partition):
+                raise PartitionNotRegistered(
+                    "not registered; the driver registers it once, before it starts actors",
+                    call="check_dependencies",
+                    partition=partition,
+                )
+        assert self._reassembler is not None
+        importlib.import_module("rollout_reassembler.reassembly.routes")
+        return {name: version(name) for name in _DEPENDENCIES}
+
+    def mooncake_checkpoint(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Run an owner-local checkpoint command; answers with metadata, never payloads.
+
+        Raises `RequestError` where this process owns no memory of a store.
+        """
+        assert_metadata_only(body)
+        raise RequestError(
+            f"this actor owns no part of a Mooncake store (backend {self._dp_config.backend!r}), so it has nothing to "
+            "checkpoint; save the plane with its client's save_checkpoint(directory)"
+        )
+
+    @cached_property
+    def _client(self) -> DataPlaneClient:
+        if self._dp_config.impl == "memory":
+            raise DataPlaneUnavailable(
+                "a memory plane lives in one process and an actor is another; use impl='transfer_queue', or "
+                "RolloutReassembler in the process that holds the plane",
+                call="connect",
+            )
+        return build_data_plane_client(self._dp_config, bootstrap=False)
+
+    @cached_property
+    def _reassembler(self) -> RolloutReassembler:
+        config = self._config
+        return RolloutReassembler(
+            self._client,
+            partition_id=config.partition_id,
+            staging_partition=config.staging_partition,
+            pad_token_id=config.pad_token_id,
+            max_seq_len=config.max_seq_len,
+            router_replay_enabled=config.router_replay_enabled,
+            defer_routed_experts_to_policy=config.defer_routed_experts_to_policy,
+        )
+
+    @cached_property
+    def _metrics(self) -> GroupMetrics:
+        return GroupMetrics(self._config.partition_id)
+
+
+def create_rollout_reassembler_actors(
+    dp_config: DataPlaneConfig | Mapping[str, Any],
+    config: RolloutReassemblerActorConfig,
+    *,
+    num_workers: int,
+    deadline_s: float = 120.0,
+    node_ids: Sequence[str] | None = None,
+) -> list[ray.actor.ActorHandle[Any]]:
+    """Start `num_workers` actors and have each prove that it can work, within `deadline_s` seconds.
+
+    They spread over the cluster's nodes, or go round `node_ids` where given (softly: a node that is
+    gone is replaced by another). Either all actors are usable or none is left: on failure all are
+    killed and the first cause is raised. Raises `RequestError` for a count or resources that can't
+    be had, `DataPlaneUnavailable`, `PartitionNotRegistered`, or `TimeoutError`.
+    """
+    if num_workers <= 0:
+        raise RequestError(f"num_workers must be at least 1, got {num_workers}")
+    cpus = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
+    if cpus < num_workers:
+        raise RequestError(f"{num_workers} actors need a CPU each; the cluster has {cpus:g} in all")
+    actors: list[ray.actor.ActorHandle[Any]] = []
+    try:
+        for index in range(num_workers):
+            strategy = (
+                NodeAffinitySchedulingStrategy(node_ids[index % len(node_ids)], soft=True) if node_ids else "SPREAD"
+            )
+            actors.append(RolloutReassemblerActor.options(scheduling_strategy=strategy).remote(dp_config, config))
+        ray.get([actor.check_dependencies.remote() for actor in actors], timeout=deadline_s)
+    except BaseException as error:
+        _kill_all(actors, error)
+        if isinstance(error, RayTaskError):
+            raise error.cause from error
+        if isinstance(error, GetTimeoutError):
+            free = ray.available_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
+            raise TimeoutError(
+                f"{num_workers} reassembler actors were not ready after {deadline_s:g} s; they need a CPU each and "
+                f"{free:g} of {cpus:g} are free now"
+            ) from error
+        raise
+    return actors
+
+
+def _kill_all(actors: Sequence[ray.actor.ActorHandle[Any]], cause: BaseException) -> None:
+    """Leave no actor behind; a failure to kill is noted on the cause and does not hide it."""
+    for actor in actors:
+        try:
+            ray.kill(actor)
+        except ray.exceptions.RayError as error:
+            cause.add_note(f"while cleaning up, an actor could not be killed: {error}")

@@ -1,0 +1,358 @@
+"""The ledger: what every rollout's calls were, durable, without a token.
+
+One file of JSON lines a rollout, appended to by any number of threads and processes. A call leaves at
+most two rows: when it is *admitted* (its parent is decided, from the messages alone) and when it is
+*recorded* or *failed* (the worker has answered). At the end the rows become a receipt.
+
+    ledger = CaptureLedger(directory)
+    admission = ledger.admit("r1", messages)                        # root / resolved / unresolved
+    answer, coords = worker.generate(admission, messages)           # see recorder.py
+    ledger.record(admission, coords, response_id=answer.id, output=answer.message)
+    serve(answer)                                                   # only now may the agent see it
+    ...
+    receipt = ledger.receipt("r1", reward=1.0, response_id=answer.id)
+
+What must stay true: *record before you serve*. A message that an agent can send back then always has
+its row, and a call without one was seen by nobody.
+
+Whatever a worker says is data: wrong or missing coordinates poison the rollout and raise nothing. What
+raises is a disk that fails (`OSError`) and a caller that contradicts itself (`LedgerConflict`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import ValidationError
+
+from rollout_reassembler.capture import journal
+from rollout_reassembler.capture.fingerprint import (
+    FINGERPRINT_VERSION,
+    Output,
+    UnreadableConversation,
+    continued_fingerprints,
+    conversation_fingerprint,
+    output_messages,
+)
+from rollout_reassembler.capture.lineage import (
+    AdmittedRow,
+    FailedRow,
+    LedgerRow,
+    ParentDecision,
+    RecordedRow,
+    Request,
+    RolloutIndex,
+    parse_row,
+)
+from rollout_reassembler.capture.receipts import LedgerView, assemble_receipt
+from rollout_reassembler.capture.records import (
+    CAPTURE_FAILED,
+    INVALID_COORDS,
+    MISSING_COORDS,
+    MISSING_RESPONSE_ID,
+    CaptureAdmission,
+    CommitCoords,
+    LedgerConflict,
+    Message,
+)
+from rollout_reassembler.capture.terminal import Witnesses
+from rollout_reassembler.contract.errors import RequestError
+from rollout_reassembler.contract.records import CallRecord, RolloutReceipt
+
+LOGGER = logging.getLogger(__name__)
+
+_REASON_CHARS = 500
+_NAME_CHARS = 100
+
+
+@dataclass
+class _OpenRollout:
+    """What this process has read of one rollout's file: all rows up to `end`."""
+
+    path: Path
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    index: RolloutIndex = field(default_factory=RolloutIndex)
+    torn: list[int] = field(default_factory=list)
+    inode: int = 0
+    end: int = 0
+    name_is_durable: bool = False
+
+    def catch_up(self, descriptor: int) -> None:
+        """Read what was appended since; from the start, if this is no longer the file that was read."""
+        status = os.fstat(descriptor)
+        if status.st_ino != self.inode or status.st_size < self.end:
+            self.index, self.torn, self.end, self.name_is_durable = RolloutIndex(), [], 0, False
+            self.inode = status.st_ino
+        tail = journal.read_from(descriptor, self.end)
+        for row in [parse_row(row) for row in tail.rows]:
+            self.index.add(row)
+        for offset in tail.torn:
+            LOGGER.warning("%s: torn line at byte %d; its writer died before it was acknowledged", self.path, offset)
+        self.torn += tail.torn
+        self.end = tail.end
+
+    def append(self, descriptor: int, row: LedgerRow) -> None:
+        journal.append(descriptor, row.model_dump_json(exclude_none=True))
+        if not self.name_is_durable:
+            journal.sync_directory(self.path.parent)
+            self.name_is_durable = True
+
+
+class CaptureLedger:
+    """The ledger files of one directory. Safe to share between threads; processes share the directory.
+
+    A rollout's rows are read once a process and kept for the `max_open_rollouts` used last. Files are
+    never rewritten or removed here.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        max_open_rollouts: int = 1024,
+    ) -> None:
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._clock = clock
+        self._max_open_rollouts = max_open_rollouts
+        self._rollouts: OrderedDict[str, _OpenRollout] = OrderedDict()
+        self._rollouts_lock = threading.Lock()
+
+    def admit(
+        self, rollout_id: str, messages: Sequence[Message], *, model_call_id: str | None = None
+    ) -> CaptureAdmission:
+        """Decide whose child a request is, and let it be generated.
+
+        `messages` are the request's, as the agent sent them. The same messages again are another call
+        with the same parent. An unresolved request is admitted too (its answer is owed to the
+        agent), and poisons the rollout at once.
+        """
+        call_id = uuid.uuid4().hex if model_call_id is None else model_call_id
+        request, unreadable = _read_request(messages)
+        with self._writing(rollout_id) as (rollout, descriptor):
+            index = rollout.index
+            if call_id in index.admissions:
+                raise LedgerConflict(f"call {call_id!r} of rollout {rollout_id!r} was admitted before")
+            decision = ParentDecision("unresolved", reason=unreadable) if request is None else index.resolve(request)
+            admitted_at = max(self._clock(), math.nextafter(index.last_admitted_at(), math.inf))
+            admission = _admission(rollout_id, call_id, decision, index, admitted_at)
+            rollout.append(descriptor, _admitted_row(admission, request))
+        return admission
+
+    def record(
+        self,
+        admission: CaptureAdmission,
+        coords: CommitCoords | Mapping[str, Any] | None,
+        *,
+        response_id: str,
+        output: Output,
+    ) -> CallRecord | None:
+        """Write down what became of an admitted call, before its answer is served.
+
+        `coords` are the worker's, as they came (`None` when it sent none), `response_id` and `output` are
+        the response's as the agent will see it. Returns the manifest row, or `None` for a failed
+        capture. Recording the same again changes nothing; recording something else raises `LedgerConflict`.
+        """
+        call_id = admission.model_call_id
+        with self._writing(admission.rollout_id) as (rollout, descriptor):
+            index = rollout.index
+            admitted = index.admissions.get(call_id)
+            if admitted is None or admitted.parent_call_id != admission.parent_call_id:
+                raise LedgerConflict(f"call {call_id!r} of {admission.rollout_id!r} was not admitted like this here")
+            row = _outcome(admission, admitted.request, coords, response_id, output)
+            if isinstance(row, FailedRow):
+                if call_id not in index.failed_calls():
+                    rollout.append(descriptor, row)
+                return None
+            before = index.records.get(call_id)
+            if before is None:
+                rollout.append(descriptor, row)
+            elif before != row.record:
+                raise LedgerConflict(f"call {call_id!r} of {admission.rollout_id!r} was recorded with other contents")
+            return row.record
+
+    def fail(self, rollout_id: str, reason: str, *, model_call_id: str | None = None) -> None:
+        """Poison a rollout, on account of one of its calls or of itself."""
+        with self._writing(rollout_id) as (rollout, descriptor):
+            rollout.append(descriptor, _failed_row(model_call_id, reason))
+
+    def read(self, rollout_id: str) -> LedgerView:
+        """All that is known of a rollout; empty when nothing is."""
+        rollout = self._rollout(rollout_id)
+        with rollout.lock:
+            try:
+                with journal.locked(rollout.path, write=False) as descriptor:
+                    rollout.catch_up(descriptor)
+            except FileNotFoundError:
+                return LedgerView(rollout_id)
+            index = rollout.index
+            return LedgerView(
+                rollout_id,
+                records=tuple(index.records.values()),
+                failures=tuple(index.failures),
+                pending=index.pending_calls(),
+                torn=tuple(rollout.torn),
+                empty_calls=frozenset(index.empty_calls),
+                requests={call: row.request for call, row in index.admissions.items() if row.request is not None},
+            )
+
+    def receipt(
+        self,
+        rollout_id: str,
+        *,
+        reward: float | None = None,
+        declared: str | None = None,
+        response_id: str | None = None,
+        output: Output | None = None,
+    ) -> RolloutReceipt:
+        """The receipt of a rollout that has ended.
+
+        The witnesses of its answer, each optional: the call (or response) that the agent says it kept,
+        the scored response's id, and what the scored response says.
+        """
+        witnesses = Witnesses(declared=declared, response_id=response_id, output=output)
+        return assemble_receipt(self.read(rollout_id), witnesses, reward=reward)
+
+    def path_of(self, rollout_id: str) -> Path:
+        """The rollout's file: a readable beginning of its id, then a hash of all of it."""
+        try:
+            digest = hashlib.sha256(rollout_id.encode()).hexdigest()[:32]
+        except (AttributeError, UnicodeEncodeError) as error:
+            raise RequestError(f"a rollout id is valid unicode text, got {rollout_id!r:.80}") from error
+        if not rollout_id:
+            raise RequestError("a rollout id cannot be empty")
+        return self._directory / f"{quote(rollout_id, safe='')[:_NAME_CHARS]}-{digest}.jsonl"
+
+    @contextmanager
+    def _writing(self, rollout_id: str) -> Iterator[tuple[_OpenRollout, int]]:
+        """The rollout, read up to its end, with nobody else writing to it."""
+        rollout = self._rollout(rollout_id)
+        with rollout.lock, journal.locked(rollout.path, write=True) as descriptor:
+            rollout.catch_up(descriptor)
+            yield rollout, descriptor
+
+    def _rollout(self, rollout_id: str) -> _OpenRollout:
+        path = self.path_of(rollout_id)
+        with self._rollouts_lock:
+            rollout = self._rollouts.setdefault(rollout_id, _OpenRollout(path))
+            self._rollouts.move_to_end(rollout_id)
+            while len(self._rollouts) > self._max_open_rollouts:
+                self._rollouts.popitem(last=False)
+            return rollout
+
+
+def _read_request(messages: Sequence[Message]) -> tuple[Request | None, str | None]:
+    """The request as it is looked up, or why it cannot be read."""
+    try:
+        return Request.of(messages), None
+    except UnreadableConversation as error:
+        return None, str(error)
+
+
+def _admission(
+    rollout_id: str, call_id: str, decision: ParentDecision, index: RolloutIndex, admitted_at: float
+) -> CaptureAdmission:
+    parent = decision.parent
+    return CaptureAdmission(
+        rollout_id=rollout_id,
+        model_call_id=call_id,
+        resolution=decision.resolution,
+        unresolved_reason=decision.reason,
+        admitted_at=admitted_at,
+        parent_call_id=parent.model_call_id if parent is not None else None,
+        prev_len=parent.cum_len if parent is not None else 0,
+        parent_chain_hash=parent.chain_hash if parent is not None else None,
+        staging_chain=index.staging_chain(parent) if parent is not None else (),
+    )
+
+
+def _admitted_row(admission: CaptureAdmission, request: Request | None) -> AdmittedRow:
+    return AdmittedRow(
+        rollout_id=admission.rollout_id,
+        model_call_id=admission.model_call_id,
+        admitted_at=admission.admitted_at or 0.0,
+        parent_call_id=admission.parent_call_id,
+        unresolved_reason=_clipped(admission.unresolved_reason) if admission.unresolved_reason else None,
+        request=request.fingerprint if request is not None else None,
+        preamble=request.preamble() if request is not None and admission.resolution == "root" else None,
+    )
+
+
+def _outcome(
+    admission: CaptureAdmission,
+    request: str | None,
+    coords: CommitCoords | Mapping[str, Any] | None,
+    response_id: str,
+    output: Output,
+) -> RecordedRow | FailedRow:
+    """The row that a worker's acknowledgement earns, judged against what was admitted."""
+    call_id = admission.model_call_id
+    if coords is None:
+        return _failed_row(call_id, MISSING_COORDS)
+    if not isinstance(coords, CommitCoords):
+        try:
+            coords = CommitCoords.model_validate(coords)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            return _failed_row(call_id, f"{INVALID_COORDS}: {first['loc']}: {first['msg']}")
+    for name in ("rollout_id", "model_call_id", "parent_call_id", "prev_len"):
+        said, admitted = getattr(coords, name), getattr(admission, name)
+        if said != admitted:
+            return _failed_row(call_id, f"{INVALID_COORDS}: {name} is {said!r}, admitted was {admitted!r}")
+    if coords.disposition == "capture_failed":
+        return _failed_row(call_id, ": ".join(filter(None, (CAPTURE_FAILED, coords.failure_reason))))
+    if not response_id:
+        return _failed_row(call_id, MISSING_RESPONSE_ID)
+    record = _manifest_row(admission, request, coords, response_id, output)
+    return RecordedRow(record=record, generation_len=coords.generation_len)
+
+
+def _manifest_row(
+    admission: CaptureAdmission, request: str | None, coords: CommitCoords, response_id: str, output: Output
+) -> CallRecord:
+    said, continuation = _fingerprints(request, output)
+    return CallRecord.model_validate(
+        {
+            **coords.model_dump(exclude={"rollout_id", "disposition", "generation_len", "failure_reason"}),
+            "mode": coords.mode,
+            "response_id": response_id,
+            "admitted_at": admission.admitted_at,
+            "output_fingerprint": said,
+            "continuation_fingerprint": continuation,
+            "fingerprint_version": 0 if said is None else FINGERPRINT_VERSION,
+        }
+    )
+
+
+def _fingerprints(request: str | None, output: Output) -> tuple[str | None, str | None]:
+    """The fingerprints of an answer and of its request continued by it; none for what cannot be read."""
+    try:
+        messages = output_messages(output)
+        continuation = None if request is None else continued_fingerprints(request, messages)[-1]
+        return conversation_fingerprint(messages), continuation
+    except UnreadableConversation:
+        return None, None
+
+
+def _failed_row(call_id: str | None, reason: str) -> FailedRow:
+    return FailedRow(model_call_id=call_id, reason=_clipped(reason))
+
+
+def _clipped(reason: str) -> str:
+    """A reason as one line of bounded length, whatever an exception's text held."""
+    line = " ".join(reason.encode("utf-8", "replace").decode().split())
+    return line if len(line) <= _REASON_CHARS else f"{line[: _REASON_CHARS - 1]}…"

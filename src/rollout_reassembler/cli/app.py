@@ -1,0 +1,110 @@
+"""The commands and their options. What a command does is in the module that it imports when it runs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    help="Turn agent rollouts into verified training rows for reinforcement learning.\n\n"
+    "Try `reassemble demo` first: a real policy, real agents, and a proof that every trained token is one the policy "
+    "sampled.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+console = Console()
+complaints = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+
+
+class Plane(StrEnum):
+    """Where rows live: in this process, in TransferQueue's memory, or in a Mooncake store."""
+
+    memory = "memory"
+    simple = "simple"
+
+
+PlaneOption = Annotated[
+    Plane,
+    typer.Option(
+        "--plane",
+        "--backend",
+        help="memory: all in this process, no Ray. simple: local Ray, TransferQueue and reassembler actors.",
+    ),
+]
+WorkersOption = Annotated[int, typer.Option(min=1, help="Reassembler actors (planes other than memory).")]
+
+
+def complain(message: str) -> typer.Exit:
+    """Say in one line what is wrong with how the command was called; exit code 2."""
+    complaints.print(f"reassemble: {message}")
+    return typer.Exit(2)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for summary.json, and for the archive with --keep.")] = Path(
+        "runs/demo"
+    ),
+    plane: PlaneOption = Plane.simple,
+    workers: WorkersOption = 2,
+    groups: Annotated[int, typer.Option(min=1, help="Prompt groups.")] = 3,
+    rollouts: Annotated[int, typer.Option(min=4, help="Rollouts a group; three of the first group are sabotaged.")] = 8,
+    calls: Annotated[int, typer.Option(min=2, help="Model calls a rollout.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the policy's weights and of its sampling.")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep an archive for `reassemble run`.")] = False,
+) -> None:
+    """The main job on this machine: a small real policy, agents with a tool, capture to proof.
+
+    Writes summary.json and exits with 1 if the proof fails.
+    """
+    from rollout_reassembler.examples.demo.run import DemoSettings, run_demo
+
+    settings = DemoSettings(out=out, plane=plane.value, workers=workers, groups=groups, rollouts=rollouts, calls=calls)
+    if not run_demo(settings, seed=seed, keep=keep, console=console):
+        raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    archive: Annotated[Path, typer.Argument(help="Folder with receipts.jsonl and staged.parquet.")],
+    out: Annotated[Path, typer.Option(help="Folder for rows.parquet and groups.jsonl.")],
+    plane: PlaneOption = Plane.memory,
+    workers: WorkersOption = 2,
+    pad_token_id: Annotated[int | None, typer.Option(help="Token of placeholders; the archive's by default.")] = None,
+    max_seq_len: Annotated[int | None, typer.Option(min=1, help="Longer rows are rejected.")] = None,
+) -> None:
+    """Finalize an archive: prove its staged calls against its receipts and write the canonical rows as Parquet.
+
+    `reassemble demo --keep` leaves an archive to try this on.
+    """
+    from rollout_reassembler.cli.archive import BadArchive
+    from rollout_reassembler.cli.run import run_archive
+
+    try:
+        run_archive(
+            archive,
+            out,
+            plane=plane.value,
+            workers=workers,
+            pad_token_id=pad_token_id,
+            max_seq_len=max_seq_len,
+            console=console,
+        )
+    except BadArchive as error:
+        raise complain(str(error)) from None
+
+
+@app.command()
+def doctor() -> None:
+    """Say whether this machine can run all of it: one line a requirement, with the fix. Exit code 1 if not."""
+    from rollout_reassembler.cli.doctor import examine, verdict_table
+
+    findings = examine()
+    console.print(verdict_table(findings))
+    if not all(finding.ok or finding.optional for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,117 @@
+"""A running plane with something that finalizes groups on it, for the commands that need both.
+
+    with open_plane("simple", settings, workers=2) as plane:
+        StagingSink(plane.client, staging_partition=STAGING).stage(call)
+        for group in plane.finalize_all(requests): ...
+
+`memory` finalizes in this process. `simple` and `mooncake_cpu` start a local Ray and a TransferQueue,
+and finalize in that many reassembler actors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
+from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.config import DataPlaneConfig, SimpleBackendConfig
+from rollout_reassembler.data_plane.factory import build_data_plane_client
+from rollout_reassembler.reassembly.reassembler import RolloutReassembler
+from rollout_reassembler.reassembly.rows import register_canonical_partition
+from rollout_reassembler.staging.schema import register_staging_partition
+
+PlaneName = Literal["memory", "simple", "mooncake_cpu"]
+CANONICAL = "canonical"
+STAGING = "staging"
+
+
+@dataclass(frozen=True)
+class OpenPlane:
+    """A client of the plane, and `finalize_all`, which yields answers in the order of the requests."""
+
+    client: DataPlaneClient
+    finalize_all: Callable[[Iterable[ReassemblyRequest]], Iterator[FinalizedGroup]]
+
+
+@contextmanager
+def open_plane(name: PlaneName, config: RolloutReassemblerActorConfig, *, workers: int) -> Iterator[OpenPlane]:
+    """Start the plane, register both partitions, and end all of it when the block ends."""
+    if name == "memory":
+        client = build_data_plane_client(DataPlaneConfig(impl="memory"))
+        _register(client, config)
+        yield OpenPlane(client, lambda requests: _finalize_here(client, config, requests))
+        client.close()
+        return
+    with _open_queue(name, config, workers) as plane:
+        yield plane
+
+
+def _register(client: DataPlaneClient, config: RolloutReassemblerActorConfig) -> None:
+    register_staging_partition(client, config.staging_partition)
+    direct = config.router_replay_enabled and not config.defer_routed_experts_to_policy
+    register_canonical_partition(client, config.partition_id, with_routes=direct)
+
+
+def _finalize_here(
+    client: DataPlaneClient, config: RolloutReassemblerActorConfig, requests: Iterable[ReassemblyRequest]
+) -> Iterator[FinalizedGroup]:
+    reassembler = RolloutReassembler(client, **dataclasses.asdict(config))
+    for request in requests:
+        yield reassembler.finalize_group(
+            request.group_id,
+            request.rollout_ids,
+            request.receipts,
+            request.rewards,
+            mask_sample=request.mask_sample,
+            fallback_weight_version=request.fallback_weight_version,
+            prompt_idx=request.prompt_idx,
+            loss_multiplier=request.loss_multiplier,
+            canonical_sample_ids=request.canonical_sample_ids,
+            truncated=request.truncated,
+        )
+
+
+@contextmanager
+def _open_queue(name: PlaneName, config: RolloutReassemblerActorConfig, workers: int) -> Iterator[OpenPlane]:
+    from rollout_reassembler.actors.pool import ReassemblerPool
+    from rollout_reassembler.actors.rollout_reassembler_actor import create_rollout_reassembler_actors
+
+    dp_config = DataPlaneConfig(
+        impl="transfer_queue",
+        backend="mooncake_cpu" if name == "mooncake_cpu" else "simple",
+        simple=SimpleBackendConfig(num_storage_units=1),
+    )
+    with _local_ray(cpus=workers + 4):
+        client = build_data_plane_client(dp_config, bootstrap=True)
+        try:
+            _register(client, config)
+            actors = create_rollout_reassembler_actors(dp_config, config, num_workers=workers)
+            with ReassemblerPool(actors) as pool:
+                yield OpenPlane(client, pool.finalize_all)
+        finally:
+            client.close()
+
+
+@contextmanager
+def _local_ray(*, cpus: int) -> Iterator[None]:
+    """A quiet Ray on this machine. `cpus` is what it may promise, not what it uses: waiting costs none."""
+    import ray
+
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(
+        num_cpus=cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()

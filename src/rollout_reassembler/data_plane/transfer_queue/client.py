@@ -1,0 +1,275 @@
+"""The `DataPlaneClient` on TransferQueue: deadlines, schemas and errors around the steps of `rows.py`.
+
+The driver bootstraps and owns the queue, every other process of the Ray cluster only connects:
+
+    plane = TransferQueueDataPlane(cfg, bootstrap=True)      # driver; closing this one ends the queue
+    plane = TransferQueueDataPlane(cfg, bootstrap=False)     # actors and staging workers
+
+What to know beyond `base.py`:
+
+- Partitions are registered in the queue itself, in a partition of its own: its keys are partition
+  ids, its tags their columns. So any client finds what another one registered.
+- Keys have one owner each. The queue hands a cleared row's number to the next new row, so a reader
+  and a clear of the same key at the same time may meet another row's value, and two clients that
+  tag one row at the same time may lose a tag.
+- Checks and encoding run in the caller's thread, the wire on the loop thread (`calls.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rollout_reassembler.contract.errors import (
+    DataPlaneUnavailable,
+    PartitionNotRegistered,
+    RowsMissing,
+    SchemaViolation,
+)
+from rollout_reassembler.contract.messages import KVBatchMeta
+from rollout_reassembler.data_plane.base import Column, FieldSpec, SampleBatch, Schema, Tags
+from rollout_reassembler.data_plane.columns import (
+    checked_columns,
+    checked_sample_ids,
+    checked_schema,
+    checked_tags,
+    selected_fields,
+)
+from rollout_reassembler.data_plane.config import DataPlaneConfig
+from rollout_reassembler.data_plane.transfer_queue.calls import BoundedCalls, CallSite
+from rollout_reassembler.data_plane.transfer_queue.environment import check_version, prepare_environment
+from rollout_reassembler.data_plane.transfer_queue.wire import from_queue, to_queue
+
+T = TypeVar("T")
+
+_REGISTRY = "rollout_reassembler.partitions"
+_SCHEMA_TAG = "schema"
+_CLOSE_SECONDS = 20.0
+
+
+class TransferQueueDataPlane:
+    """A connection to the TransferQueue of this Ray cluster. Safe to share between threads.
+
+    A call takes as long as its deadline at most; the first one on a partition also looks up its
+    columns, which has the metadata deadline. Up to eight calls run at a time, others wait.
+    """
+
+    def __init__(self, cfg: DataPlaneConfig, *, bootstrap: bool) -> None:
+        check_version()
+        prepare_environment(cfg.deadlines)
+        # Only now: the queue reads its environment when it is imported.
+        from rollout_reassembler.data_plane.transfer_queue import checkpoint, connection
+        from rollout_reassembler.data_plane.transfer_queue.rows import QueueRows
+
+        self._cfg = cfg
+        self._deadlines = cfg.deadlines
+        self._end_queue, self._save, self._load = connection.end_queue, checkpoint.save_queue, checkpoint.load_queue
+        self._owns_queue = connection.start_queue(cfg) if bootstrap else False
+        try:
+            self._connection = connection.attach(cfg)
+        except DataPlaneUnavailable:
+            if self._owns_queue:
+                self._end_queue(_CLOSE_SECONDS)
+            raise
+        self._rows = QueueRows(self._connection.queue, self._connection.store)
+        self._calls = BoundedCalls(self._connection.peers)
+        self._schemas: dict[str, dict[str, FieldSpec]] = {}
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Schema,
+        *,
+        num_samples: int | None = None,
+        consumer_tasks: Sequence[str] = (),
+    ) -> None:
+        """As in `base.py`; the queue needs neither `num_samples` nor `consumer_tasks`, it grows by itself."""
+        schema = checked_schema(fields, partition_id)
+        site = CallSite("register_partition", partition_id)
+        if self._registered(site) is None:
+            tags = [{_SCHEMA_TAG: _schema_to_json(schema)}]
+            self._run(site, self._deadlines.metadata, lambda: self._rows.put(site, _REGISTRY, [partition_id], {}, tags))
+        # Read back, since another process may have registered it at the same time: all must agree with what stayed.
+        existing = self._registered(site)
+        if existing != schema:
+            what = f"already registered with other columns: {existing}"
+            raise SchemaViolation(what, call=site.call, partition=partition_id)
+        self._schemas[partition_id] = schema
+
+    def is_registered(self, partition_id: str) -> bool:
+        return self._schemas.get(partition_id) is not None or (
+            self._registered(CallSite("is_registered", partition_id)) is not None
+        )
+
+    def put_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: Mapping[str, Column] | None = None,
+        tags: Sequence[Tags] | None = None,
+    ) -> KVBatchMeta:
+        keys = checked_sample_ids(sample_ids)
+        new_tags = checked_tags(tags, len(keys))
+        site = CallSite("put_samples", partition_id, keys)
+        columns = checked_columns(fields, self._schema(site), len(keys), partition_id)
+        if not columns and new_tags is None:
+            raise ValueError("a put writes columns, tags, or both; got neither")
+        values = {name: to_queue(column, self._cfg.cells) for name, column in columns.items()}
+        self._run(site, self._deadlines.write, lambda: self._rows.put(site, partition_id, keys, values, new_tags))
+        return KVBatchMeta(partition_id=partition_id, sample_ids=keys, fields=list(columns) or None, tags=new_tags)
+
+    def get_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        select_fields: Sequence[str] | None = None,
+        *,
+        partial: bool = False,
+    ) -> SampleBatch:
+        """As in `base.py`. Two round trips when all rows are there; a stored value that is not what the
+        schema says makes its row a missing one."""
+        asked = list(sample_ids)
+        keys = list(dict.fromkeys(asked))
+        site = CallSite("get_samples", partition_id, keys)
+        schema = self._schema(site)
+        names = selected_fields(select_fields, schema, partition_id)
+        if not keys:
+            return SampleBatch([], {name: from_queue([], schema[name])[0] for name in names})
+        read = self._run(
+            site, self._deadlines.read, lambda: self._rows.read(site, partition_id, keys, names, partial=partial)
+        )
+        columns: dict[str, Any] = {}
+        unreadable: set[int] = set()
+        for name in names:
+            columns[name], malformed = from_queue(read.columns[name], schema[name])
+            unreadable |= malformed
+        missing = {*read.missing, *(read.keys[index] for index in unreadable)}
+        if missing and not partial:
+            raise RowsMissing(
+                f"rows or columns that are not there: {len(missing)} of {len(keys)} rows",
+                call=site.call,
+                partition=partition_id,
+                keys=[key for key in keys if key in missing],
+            )
+        place = {key: index for index, key in enumerate(read.keys) if index not in unreadable}
+        found = [key for key in asked if key in place]
+        if found != read.keys:
+            columns = {name: _picked(column, [place[key] for key in found]) for name, column in columns.items()}
+        return SampleBatch(found, columns, [key for key in keys if key in missing])
+
+    def get_tags(self, sample_ids: Sequence[str], partition_id: str) -> list[Tags | None]:
+        keys = list(dict.fromkeys(sample_ids))
+        site = CallSite("get_tags", partition_id, keys)
+        self._schema(site)
+        if not keys:
+            return []
+        tags = self._run(site, self._deadlines.metadata, lambda: self._rows.tags(site, partition_id, keys))
+        return [dict(tags[key]) if key in tags else None for key in sample_ids]
+
+    def list_samples(self, partition_id: str) -> dict[str, Tags]:
+        site = CallSite("list_samples", partition_id)
+        self._schema(site)
+        return self._run(site, self._deadlines.metadata, lambda: self._rows.list_all(site, partition_id))
+
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        """As in `base.py`. `None` clears the rows that are there when the call begins."""
+        keys = list(self.list_samples(partition_id)) if sample_ids is None else list(dict.fromkeys(sample_ids))
+        site = CallSite("clear_samples", partition_id, keys)
+        self._schema(site)
+        if keys:
+            self._run(site, self._deadlines.clear, lambda: self._rows.clear(site, partition_id, keys))
+
+    def claim_meta(
+        self, partition_id: str, task_name: str, required_fields: Sequence[str], batch_size: int
+    ) -> KVBatchMeta:
+        site = CallSite("claim_meta", partition_id)
+        names = selected_fields(required_fields, self._schema(site), partition_id)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        keys, tags = self._run(
+            site,
+            self._deadlines.metadata,
+            lambda: self._rows.claim(site, partition_id, task_name, names, batch_size),
+        )
+        return KVBatchMeta(partition_id=partition_id, task_name=task_name, sample_ids=keys, fields=names, tags=tags)
+
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> SampleBatch:
+        return self.get_samples(meta.sample_ids, meta.partition_id, select_fields or meta.fields)
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        site = CallSite("check_consumption_status", partition_id)
+        self._schema(site)
+        seconds = self._deadlines.metadata
+        return all(
+            self._run(site, seconds, lambda task=task: self._rows.is_consumed(site, partition_id, task))  # type: ignore[misc]
+            for task in task_names
+        )
+
+    def save_checkpoint(self, directory: str, *, metadata: Mapping[str, Any] | None = None) -> None:
+        """Write the controller's and the storage units' state, in the queue's own layout.
+
+        Pause writers first: the parts are written one after another. On several nodes the directory
+        must be on a file system that all of them share.
+        """
+        site = CallSite("save_checkpoint", directory)
+        path, queue = Path(directory).absolute(), self._connection.queue
+        self._run(site, self._deadlines.checkpoint, lambda: self._save(site, queue, path, metadata or {}))
+
+    def load_checkpoint(self, directory: str) -> dict[str, Any]:
+        """Replace what is in the queue. The files are pickles: load none that you did not write.
+
+        Clients that know partitions from before keep their columns: let them reconnect.
+        """
+        site = CallSite("load_checkpoint", directory)
+        path, queue = Path(directory).absolute(), self._connection.queue
+        metadata = self._run(site, self._deadlines.checkpoint, lambda: self._load(site, queue, path))
+        self._schemas.clear()
+        return metadata
+
+    def close(self) -> None:
+        """Drop this process's sockets; the client that started the queue also ends it, with all rows."""
+        self._calls.close(self._connection.queue.close, _CLOSE_SECONDS)
+        if self._owns_queue:
+            self._owns_queue = False
+            self._end_queue(_CLOSE_SECONDS)
+
+    def _run(self, site: CallSite, seconds: float, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return self._calls.run(site, make, seconds)
+
+    def _schema(self, site: CallSite) -> dict[str, FieldSpec]:
+        """The partition's columns; asked for once, they never change."""
+        known = self._schemas.get(site.partition)
+        if known is not None:
+            return known
+        schema = self._registered(site)
+        if schema is None:
+            what = "not registered; call register_partition once, before any row is written"
+            raise PartitionNotRegistered(what, call=site.call, partition=site.partition)
+        self._schemas[site.partition] = schema
+        return schema
+
+    def _registered(self, site: CallSite) -> dict[str, FieldSpec] | None:
+        """What the queue says about the partition now."""
+        key = site.partition
+        tags = self._run(site, self._deadlines.metadata, lambda: self._rows.tags(site, _REGISTRY, [key]))
+        encoded = tags.get(key, {}).get(_SCHEMA_TAG)
+        return None if encoded is None else _schema_from_json(encoded)
+
+
+def _schema_to_json(schema: Schema) -> str:
+    return json.dumps({name: [spec.dtype, spec.rank] for name, spec in schema.items()})
+
+
+def _schema_from_json(encoded: str) -> dict[str, FieldSpec]:
+    return {name: FieldSpec(dtype, rank) for name, (dtype, rank) in json.loads(encoded).items()}
+
+
+def _picked(column: Any, positions: Sequence[int]) -> Any:
+    """The values at these positions, of a list or of a dense array `[rows]`."""
+    if isinstance(column, np.ndarray):
+        return column[list(positions)]
+    return [column[position] for position in positions]

@@ -1,0 +1,184 @@
+"""Starting the queue, attaching to it, ending it.
+
+The queue is a controller, which is a named Ray actor, and storage units, one Ray actor each. Whoever
+starts it owns it: it ends with the owner's `end_queue` or with the owner's process, and nobody else
+may end it. All others find the controller by name and connect to the sockets it tells them of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import ray
+import transfer_queue
+from omegaconf import OmegaConf
+from ray.exceptions import GetTimeoutError, RayError
+from transfer_queue import interface
+from transfer_queue.client import AsyncTransferQueueClient
+
+from rollout_reassembler.contract.errors import DataPlaneError
+from rollout_reassembler.data_plane.config import DataPlaneConfig
+from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer, run_blocking
+from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore, ValueStore
+
+_CONTROLLER = "TransferQueueController"
+_NAMESPACE = "transfer_queue"
+_BACKENDS = {"simple": "SimpleStorage", "mooncake_cpu": "MooncakeStore"}
+_LOCAL_SPARE_CPUS = 4
+
+_ray: Any = ray
+"""Ray, where it has no types of its own."""
+
+_START = CallSite("bootstrap")
+_ATTACH = CallSite("connect")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """This process's line to a queue: the queue's own client, the store behind it, and all they depend on."""
+
+    queue: AsyncTransferQueueClient
+    store: ValueStore
+    peers: tuple[Peer, ...]
+
+
+def start_queue(cfg: DataPlaneConfig) -> bool:
+    """Start the queue if none is running in this Ray cluster; whether this process owns it now.
+
+    Without a Ray cluster one is started on this machine, or the one of `RAY_ADDRESS` is joined. A
+    local one offers more CPUs than the queue takes, so that actors find room beside it; it stays up
+    when the queue ends. Takes 10 to 30 s. Raises `DataPlaneUnavailable` when CPUs are short: with
+    too few, the queue's own start would wait for ever.
+    """
+    _start_ray(cfg)
+    if _find_controller(cfg.deadlines.connect) is not None:
+        return False
+    _check_cpus(cfg)
+    # A queue that died under this process leaves its handles in the module: drop them first.
+    run_blocking(_START, transfer_queue.close, cfg.deadlines.bootstrap)
+    try:
+        run_blocking(_START, lambda: transfer_queue.init(_queue_config(cfg)), cfg.deadlines.bootstrap)
+    except (DataPlaneError, RayError, RuntimeError, ValueError) as error:
+        _remove_half_started(cfg)
+        if isinstance(error, DataPlaneError):
+            raise
+        raise _START.unavailable(f"the queue did not start: {error}") from error
+    return bool(interface._TQ_STORAGE)
+
+
+def attach(cfg: DataPlaneConfig) -> Connection:
+    """Connect to the running queue. Raises `DataPlaneUnavailable` when there is none.
+
+    Waits, within the connect deadline, for a queue that is just starting.
+    """
+    if not ray.is_initialized():
+        raise _ATTACH.unavailable("Ray is not initialised here; call ray.init(address='auto') first")
+    config = _running_config(cfg.deadlines.connect)
+    wanted = _BACKENDS[cfg.backend]
+    if config.backend.storage_backend != wanted:
+        raise _ATTACH.unavailable(f"the queue runs on {config.backend.storage_backend}, the config says {wanted}")
+    info = config.controller.zmq_info
+    controller = Peer("the queue's controller", info.ip, info.ports["request_handle_socket"])
+
+    def connect() -> AsyncTransferQueueClient:
+        queue = AsyncTransferQueueClient(f"reassembler_{os.getpid()}_{uuid4().hex[:8]}", info)
+        queue.initialize_storage_manager(wanted, config.backend[wanted])
+        return queue
+
+    try:
+        queue = run_blocking(_ATTACH, connect, cfg.deadlines.connect)
+    except TimeoutError as error:
+        raise _ATTACH.unavailable(f"{controller} does not answer: {error}") from error
+    store = SimpleStore(queue.storage_manager)
+    return Connection(queue, store, (controller, *store.peers()))
+
+
+def end_queue(seconds: float) -> None:
+    """End the queue that this process owns, with all rows in it."""
+    with contextlib.suppress(RayError):
+        run_blocking(CallSite("close"), transfer_queue.close, seconds)
+
+
+def _start_ray(cfg: DataPlaneConfig) -> None:
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    if os.environ.get("RAY_ADDRESS"):
+        run_blocking(_START, lambda: ray.init(**quiet), cfg.deadlines.bootstrap)
+        return
+    cpus = max(os.cpu_count() or 1, _LOCAL_SPARE_CPUS) + _cpus_needed(cfg)
+    run_blocking(_START, lambda: ray.init(address="local", num_cpus=cpus, **quiet), cfg.deadlines.bootstrap)
+
+
+def _find_controller(seconds: float) -> Any | None:
+    """The controller's actor handle, `None` when there is no queue in this cluster."""
+    try:
+        return run_blocking(_ATTACH, lambda: ray.get_actor(_CONTROLLER, namespace=_NAMESPACE), seconds)
+    except ValueError:
+        return None
+
+
+def _running_config(seconds: float) -> Any:
+    """The queue's config, with the addresses of its sockets, from its controller."""
+    until = time.monotonic() + seconds
+    while True:
+        left = max(until - time.monotonic(), 0.1)
+        controller = _find_controller(left)
+        if controller is None:
+            raise _ATTACH.unavailable("no queue is running in this Ray cluster; the driver must bootstrap it first")
+        try:
+            config = ray.get(controller.get_config.remote(), timeout=left)
+        except GetTimeoutError as error:
+            raise _ATTACH.timeout(seconds, "the queue's controller does not answer") from error
+        except RayError as error:
+            raise _ATTACH.unavailable(f"the queue's controller is gone: {error}") from error
+        if config is not None:
+            return config
+        if time.monotonic() >= until:
+            raise _ATTACH.timeout(seconds, "the queue was still starting")
+        time.sleep(0.2)
+
+
+def _cpus_needed(cfg: DataPlaneConfig) -> int:
+    return 1 + (cfg.simple.num_storage_units if cfg.backend == "simple" else 0)
+
+
+def _check_cpus(cfg: DataPlaneConfig) -> None:
+    """Raise unless Ray has a free CPU for the controller and for each storage unit on the node it goes to."""
+    needed = _cpus_needed(cfg)
+    free = int(_ray.available_resources().get("CPU", 0))
+    if free < needed:
+        what = (
+            f"the queue needs {needed} free CPUs in Ray (a controller and {needed - 1} storage units), {free} are free"
+        )
+        raise _START.unavailable(f"{what}; free some, or start Ray with a larger num_cpus")
+    bare = [node["NodeManagerAddress"] for node in _ray.nodes() if node["Alive"] and not node["Resources"].get("CPU")]
+    if bare and cfg.backend == "simple":
+        what = f"storage units are dealt out to all nodes, and {', '.join(bare)} has no CPU for one"
+        raise _START.unavailable(f"{what}; start that node with num_cpus of at least 1")
+
+
+def _queue_config(cfg: DataPlaneConfig) -> Any:
+    """What `transfer_queue.init` takes. Mooncake's branch comes with its adapter."""
+    if cfg.backend != "simple":
+        raise ValueError(f"this adapter cannot start a queue on {cfg.backend} yet")
+    simple = {
+        "num_data_storage_units": cfg.simple.num_storage_units,
+        "total_storage_size": cfg.simple.total_storage_size,
+    }
+    backend = {"storage_backend": _BACKENDS[cfg.backend], "SimpleStorage": simple}
+    # With polling a claim that finds too few rows is answered; without, it stops the controller for seconds.
+    return OmegaConf.create({"controller": {"polling_mode": True}, "backend": backend})
+
+
+def _remove_half_started(cfg: DataPlaneConfig) -> None:
+    """Kill what a failed start left behind: a controller without a config makes every later caller wait."""
+    controller = _find_controller(cfg.deadlines.connect)
+    if controller is not None:
+        ray.kill(controller)
+    end_queue(cfg.deadlines.connect)
