@@ -54,6 +54,7 @@ from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.reassembly.group_record import GroupRecords
 from rollout_reassembler.reassembly.reassembler import RolloutReassembler
 from rollout_reassembler.reassembly.rows import FinalizedRollout, register_canonical_partition
+from rollout_reassembler.reassembly.sweep import SweepReport, sweep_staging
 from rollout_reassembler.reassembly.verify import LinearizedRow, verify_and_linearize
 from rollout_reassembler.staging.schema import register_staging_partition
 from rollout_reassembler.staging.sink import StagingSink
@@ -107,6 +108,7 @@ __all__ = [
     "StagedRowsMissing",
     "StagingSink",
     "StagingSource",
+    "SweepReport",
     "VerificationError",
     "assert_metadata_only",
     "build_data_plane_client",
@@ -115,6 +117,7 @@ __all__ = [
     "register_canonical_partition",
     "register_staging_partition",
     "seal_call",
+    "sweep_staging",
     "verify_and_linearize",
 ]
 

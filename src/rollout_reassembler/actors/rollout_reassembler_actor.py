@@ -49,8 +49,8 @@ _ACTOR_OPTIONS: dict[str, Any] = {"num_cpus": 1, "max_restarts": -1, "max_task_r
 _DEPENDENCIES = ("numpy", "pydantic", "ray", "tensordict", "torch", "TransferQueue")
 
 
-class RolloutReassemblerActor:
-    """One reassembler in one process; `RolloutReassemblerActor.remote(...)` makes it a Ray actor.
+class _ReassemblerProcess:
+    """What runs in an actor: one data-plane connection and one reassembler.
 
     It connects when it is first used, so that a data plane that can't be reached is the typed error
     of a call rather than the death of an actor.
@@ -59,16 +59,6 @@ class RolloutReassemblerActor:
     def __init__(self, dp_config: DataPlaneConfig | Mapping[str, Any], config: RolloutReassemblerActorConfig) -> None:
         self._dp_config = DataPlaneConfig.model_validate(dp_config)
         self._config = config
-
-    @classmethod
-    def options(cls, **options: Any) -> Any:
-        """The Ray actor class with these options over the defaults (1 CPU, no GPU, restarts and retries)."""
-        return ray.remote(**_ACTOR_OPTIONS)(cls).options(**options)
-
-    @classmethod
-    def remote(cls, dp_config: DataPlaneConfig | Mapping[str, Any], config: RolloutReassemblerActorConfig) -> Any:
-        """Start this as a Ray actor."""
-        return cls.options().remote(dp_config, config)
 
     def finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         """Publish the request's group. See `RolloutReassembler.finalize_group` for what it raises."""
@@ -143,6 +133,24 @@ class RolloutReassemblerActor:
     @cached_property
     def _metrics(self) -> GroupMetrics:
         return GroupMetrics(self._config.partition_id)
+
+
+class RolloutReassemblerActor(_ReassemblerProcess):
+    """A reassembler that `RolloutReassemblerActor.remote(dp_config, config)` starts as a Ray actor.
+
+    Called as a plain class it does the same work in this process.
+    """
+
+    @classmethod
+    def options(cls, **options: Any) -> Any:
+        """The Ray actor class with these options over the defaults (1 CPU, no GPU, restarts and retries)."""
+        # Ray would complain of a class that has methods by the names of its own.
+        return ray.remote(**{**_ACTOR_OPTIONS, **options})(_ReassemblerProcess)
+
+    @classmethod
+    def remote(cls, dp_config: DataPlaneConfig | Mapping[str, Any], config: RolloutReassemblerActorConfig) -> Any:
+        """Start this as a Ray actor; returns its handle."""
+        return cls.options().remote(dp_config, config)
 
 
 def create_rollout_reassembler_actors(

@@ -163,7 +163,7 @@ class CallRecorder:
         result = self._sink.stage(staged)
         if not result.ok:
             return _failed(call, f"{STAGING_FAILED}: {result.error}")
-        self._prefixes.put(staged.staging_key, staged.chain_hash, token_ids)
+        pass
         return CommitCoords.of(staged, generation_len=len(generated_token_ids), key=result.staging_key)
 
     def fail_call(self, call: OpenCall, reason: str) -> CommitCoords:

@@ -100,6 +100,42 @@ def run(
 
 
 @app.command()
+def sweep(
+    address: Annotated[str, typer.Option(help="Ray cluster of the run; auto finds the one on this machine.")] = "auto",
+    staging_partition: Annotated[str, typer.Option(help="The staging partition.")] = "staging",
+    rollout: Annotated[list[str] | None, typer.Option(help="Sweep this rollout's rows (repeatable).")] = None,
+    older_than: Annotated[float | None, typer.Option(min=0, help="Sweep rows staged so many seconds ago.")] = None,
+    live: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="File of rollout ids to spare, one a line: all that may yet be finalized."
+        ),
+    ] = None,
+    untagged_after: Annotated[
+        float | None, typer.Option(min=0, help="Sweep rows that have no tags now and so many seconds later.")
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Clear what was found; without it, only list it.")] = False,
+) -> None:
+    """List, and with --clear remove, staged rows that no finalizer will come for."""
+    from rollout_reassembler.cli.sweep import sweep_running_plane, sweep_table
+    from rollout_reassembler.contract.errors import ReassemblerError
+
+    try:
+        report = sweep_running_plane(
+            address,
+            staging_partition=staging_partition,
+            rollout_ids=rollout or [],
+            older_than_s=older_than,
+            live=live,
+            untagged_after_s=untagged_after,
+            clear=clear,
+        )
+    except (ReassemblerError, ConnectionError) as error:
+        raise complain(str(error)) from None
+    console.print(sweep_table(report))
+
+
+@app.command()
 def doctor() -> None:
     """Say whether this machine can run all of it: one line a requirement, with the fix. Exit code 1 if not."""
     from rollout_reassembler.cli.doctor import examine, verdict_table

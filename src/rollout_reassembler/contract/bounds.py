@@ -20,9 +20,10 @@ _ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class ReceiptBounds:
-    """How large a receipt may be. Lengths of ids are in characters."""
+    """How large a receipt may be. Lengths of ids are in characters; `max_fields` is of one record, known or not."""
 
     max_calls: int = 4096
+    max_fields: int = 32
     max_id_chars: int = 1024
     max_reason_chars: int = 65_536
 
@@ -38,12 +39,16 @@ def parse_receipt(value: Any, bounds: ReceiptBounds = DEFAULT_BOUNDS) -> Rollout
         value = value.model_dump()
     if not isinstance(value, Mapping):
         raise InvalidReceipt(f"expected a mapping, got {type(value).__name__}")
-    manifest = value.get("manifest")
-    if isinstance(manifest, list | tuple):
-        _hold(len(manifest), bounds.max_calls, "max_calls", "calls")
-    _hold_text(value, "rollout_id", bounds)
-    for record in manifest if isinstance(manifest, list | tuple) else ():
+    _hold(len(value), bounds.max_fields, "max_fields", "fields in the receipt")
+    manifest = value.get("manifest", ())
+    if not isinstance(manifest, list | tuple):
+        raise InvalidReceipt(f"expected a list of calls as manifest, got {type(manifest).__name__}")
+    _hold(len(manifest), bounds.max_calls, "max_calls", "calls")
+    for name in ("rollout_id", "terminal_model_call_id"):
+        _hold_text(value, name, bounds)
+    for record in manifest:
         if isinstance(record, Mapping):
+            _hold(len(record), bounds.max_fields, "max_fields", "fields in a call's record")
             for name in _ID_FIELDS:
                 _hold_text(record, name, bounds)
     for name in ("failure_reason", "terminal_attribution_reason"):
@@ -70,6 +75,7 @@ def _hold(found: int, bound: int, bound_name: str, what: str) -> None:
 def _summary(error: ValidationError) -> str:
     """The first few faults of a receipt; never its contents, which may be large."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
-    lines = [f"{'.'.join(map(str, fault['loc'])) or 'receipt'}: {fault['msg']}" for fault in found[:_ERRORS_SHOWN]]
+    places = ["".join(f".{step}" for step in fault["loc"])[1:] or "receipt" for fault in found[:_ERRORS_SHOWN]]
+    lines = [f"{place:.200}: {fault['msg']:.400}" for place, fault in zip(places, found, strict=False)]
     more = f" (and {len(found) - _ERRORS_SHOWN} more)" if len(found) > _ERRORS_SHOWN else ""
     return "; ".join(lines) + more

@@ -54,7 +54,9 @@ def u64(value: int) -> bytes:
 
 
 def text(value: str) -> bytes:
-    """Encode a string: its UTF-8 length, then its UTF-8 bytes."""
+    """Encode a string: its UTF-8 length, then its UTF-8 bytes. Raises `InvalidStagedCall` for anything else."""
+    if not isinstance(value, str):
+        raise InvalidStagedCall(f"expected a text, got {type(value).__name__}")
     try:
         encoded = value.encode()
     except UnicodeEncodeError as error:

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -40,17 +41,35 @@ from rollout_reassembler.contract.digests import EMPTY_EXTRAS_DIGEST, Floats, In
 from rollout_reassembler.contract.errors import InvalidStagedCall
 
 Identifier = Annotated[StrictStr, Field(min_length=1)]
+Reason = Annotated[StrictStr, Field(min_length=0)]
+"""Any text. The length constraint makes pydantic look at the text, which refuses lone surrogates."""
 Count = Annotated[StrictInt, Field(ge=0, lt=1 << 64)]
 DigestHex = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")]
 CallMode = Literal["text", "token_in"]
 TerminalMethod = Literal["declared", "response_id", "content", "heuristic"]
 
-TokenIds = Annotated[Integers, BeforeValidator(digests.as_token_ids), PlainSerializer(np.ndarray.tolist)]
+
+def _read_only(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The column through a view that refuses writes; the array that the caller gave stays writable."""
+    view = column.view()
+    view.flags.writeable = False
+    return view
+
+
+TokenIds = Annotated[
+    Integers,
+    BeforeValidator(lambda v: _read_only(digests.as_token_ids(v))),
+    PlainSerializer(np.ndarray.tolist),
+]
 TokenMask = Annotated[
-    Floats, BeforeValidator(lambda v: digests.as_floats(v, "token mask")), PlainSerializer(np.ndarray.tolist)
+    Floats,
+    BeforeValidator(lambda v: _read_only(digests.as_floats(v, "token mask"))),
+    PlainSerializer(np.ndarray.tolist),
 ]
 LogProbs = Annotated[
-    Floats, BeforeValidator(lambda v: digests.as_floats(v, "log probabilities")), PlainSerializer(np.ndarray.tolist)
+    Floats,
+    BeforeValidator(lambda v: _read_only(digests.as_floats(v, "log probabilities"))),
+    PlainSerializer(np.ndarray.tolist),
 ]
 
 
@@ -158,6 +177,13 @@ class StagedCall(_CallFields):
     def staging_key(self) -> str:
         return staging_key(self.rollout_id, self.model_call_id)
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy; as with any pydantic model, `update` is not validated. Its preimage is its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        if update:
+            copied._preimage = b""
+        return copied
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StagedCall):
             return NotImplemented
@@ -189,7 +215,7 @@ def seal_call(
     prev_len = parent.cum_len if parent is not None else 0
     if len(prefix) != prev_len:
         raise InvalidStagedCall(f"the parent's sequence has {prev_len} tokens, the prefix given {len(prefix)}")
-    extras = dict(extras) if extras is not None else None
+    extras_digest = digests.extras_digest(extras)
     fields: dict[str, Any] = {
         "rollout_id": rollout_id,
         "model_call_id": model_call_id,
@@ -202,12 +228,16 @@ def seal_call(
         "token_ids_delta": ids,
         "token_mask_delta": digests.as_floats(token_mask_delta, "token mask"),
         "generation_log_probs_delta": digests.as_floats(generation_log_probs_delta, "log probabilities"),
-        "extras_digest": digests.extras_digest(extras),
+        "extras_digest": extras_digest,
         "chain_hash": digests.chain_hash(parent.chain_hash if parent is not None else None, ids),
         "cumulative_hash": digests.cumulative_hash(np.concatenate([prefix, ids])),
     }
     try:
-        return StagedCall(**fields, extras=extras, digest=digests.staging_digest(**fields))
+        return StagedCall(
+            **fields,
+            extras=dict(extras) if extras is not None else None,
+            digest=digests.staging_digest(**fields),
+        )
     except ValueError as error:
         raise InvalidStagedCall(str(error)) from error
 
@@ -262,9 +292,9 @@ class RolloutReceipt(_WireRecord):
     terminal_model_call_id: Identifier | None = None
     manifest: list[CallRecord] = Field(default_factory=list)
     capture_poisoned: bool = False
-    failure_reason: StrictStr | None = None
+    failure_reason: Reason | None = None
     terminal_selection: TerminalMethod | None = None
-    terminal_attribution_reason: StrictStr | None = None
+    terminal_attribution_reason: Reason | None = None
 
     @model_validator(mode="after")
     def _check_state(self) -> Self:

@@ -52,10 +52,13 @@ fragment of one wide row would otherwise make its reader allocate many times wha
 Routes = npt.NDArray[np.integer[Any]]
 """Expert ids, `[T, L, K]`."""
 
+RoutesPayload = str | memoryview | list[Any]
+"""An envelope, as text or as a view of its ASCII bytes, or legacy nested lists `[tokens][layers][topk]`."""
+
 RouteDims = tuple[int, int, int]
 RouteSpanMode = Literal["full", "tail", "sentinel"]
 
-_DTYPES = {"int8": np.dtype("i1"), "int16": np.dtype("<i2"), "int32": np.dtype("<i4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"int8": np.dtype("i1"), "int16": np.dtype("<i2"), "int32": np.dtype("<i4")}
 _MAX_HEADER = 80
 _DIMENSION = re.compile(r"[0-9]{1,9}", re.ASCII)
 
@@ -77,9 +80,9 @@ def encode_routed_experts(routes: Routes | Sequence[Any], *, dtype: str | None =
     return f"{ROUTES_MAGIC}:{dtype}:{tokens}x{layers}x{topk}:{encoded.decode('ascii')}"
 
 
-def decode_routed_experts(payload: str | list[Any]) -> Routes:
+def decode_routed_experts(payload: RoutesPayload) -> Routes:
     """Routes `[T, L, K]` of an envelope (a read-only view of the decoded bytes) or of legacy nested lists."""
-    if not isinstance(payload, str):
+    if not isinstance(payload, str | memoryview):
         return _from_nested(payload)
     dtype, shape, data_at = _header(payload)
     try:
@@ -93,9 +96,9 @@ def decode_routed_experts(payload: str | list[Any]) -> Routes:
     return routes
 
 
-def routed_experts_shape(payload: str | list[Any]) -> RouteDims:
+def routed_experts_shape(payload: RoutesPayload) -> RouteDims:
     """`(T, L, K)` as the payload claims it and as its size allows it; no value is looked at."""
-    if isinstance(payload, str):
+    if isinstance(payload, str | memoryview):
         return _header(payload)[1]
     tokens = _row_length([payload])
     layers = _row_length(payload[:1])
@@ -131,7 +134,8 @@ def pad_last_route(routes: Routes, token_count: int) -> Routes:
     _check_array(routes)
     if len(routes) not in (token_count - 1, token_count):
         raise InvalidRoutes(f"{len(routes)} route rows for {token_count} tokens; expected one a token, or one less")
-    padded = np.full((token_count, *routes.shape[1:]), MISSING_ROUTE, routes.dtype if routes.dtype.kind == "i" else np.int64)
+    signed = routes.dtype if routes.dtype.kind == "i" else np.int64
+    padded = np.full((token_count, *routes.shape[1:]), MISSING_ROUTE, signed)
     padded[:-1] = routes[: token_count - 1]
     return padded
 
@@ -153,11 +157,12 @@ def _narrowest(highest: int) -> str:
     return "int8" if highest < 1 << 7 else "int16" if highest < 1 << 15 else "int32"
 
 
-def _header(payload: str) -> tuple[np.dtype[Any], RouteDims, int]:
+def _header(payload: str | memoryview) -> tuple[np.dtype[Any], RouteDims, int]:
     """Dtype, shape and where the values begin. Their length is settled here, before anything is allocated."""
-    parts = payload[:_MAX_HEADER].split(":", 3)
+    start = payload[:_MAX_HEADER]
+    parts = (start if isinstance(start, str) else start.tobytes().decode("ascii", "replace")).split(":", 3)
     if len(parts) != 4 or parts[0] != ROUTES_MAGIC:
-        raise InvalidRoutes(f"not a {ROUTES_MAGIC} envelope: starts with {payload[:16]!r}")
+        raise InvalidRoutes(f"not a {ROUTES_MAGIC} envelope: starts with {':'.join(parts)[:16]!r}")
     _, dtype_name, dims_text, _ = parts
     dtype = _dtype(dtype_name)
     dimensions = dims_text.split("x")

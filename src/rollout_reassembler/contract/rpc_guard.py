@@ -12,6 +12,7 @@ must fit a byte budget, so that a list of a million integers does not pass as "m
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sized
 from typing import Any
 
 from rollout_reassembler.contract.errors import RpcPayloadError
@@ -59,7 +60,7 @@ _NUMBER_BYTES = 8
 
 
 def assert_metadata_only(value: Any, *, path: str = "rpc", max_bytes: int = MAX_RPC_BYTES) -> int:
-    """Refuse anything but metadata; returns its size in bytes (text as it is, 8 a number or item).
+    """Refuse anything but metadata; returns its size in bytes (text as UTF-8, 8 a number or item).
 
     Raises `RpcPayloadError` with the path of the first offender, what was found and its size.
     """
@@ -70,7 +71,7 @@ def _measure(value: Any, path: str, budget: int, above: list[int]) -> int:
     """Bytes of `value`, at most `budget`. `above` holds the ids of the containers around it."""
     kind = type(value)
     if kind is str:
-        size = len(value)
+        size = _text_bytes(value)
     elif kind in _NUMBERS:
         size = max(_NUMBER_BYTES, value.bit_length() // 8) if kind is int else _NUMBER_BYTES
     else:
@@ -94,10 +95,10 @@ def _measure_container(value: Any, path: str, budget: int, above: list[int]) -> 
                 raise RpcPayloadError(path, f"a dict key of type {type(key).__name__}; keys are strings")
             if key in _FORBIDDEN_RPC_KEYS:
                 raise RpcPayloadError(f"{path}[{key!r}]", f"{_describe(item)} under a name that holds tokens or routes")
-            size += len(key)
+            size += _text_bytes(key)
             # Most of a receipt is short text; its path is put together only where there is a container below.
             if type(item) is str:
-                size += len(item)
+                size += _text_bytes(item)
             else:
                 size += _measure(item, f"{path}[{key!r}]", budget - size, above)
             if size > budget:
@@ -118,6 +119,11 @@ def _measure_container(value: Any, path: str, budget: int, above: list[int]) -> 
     return size
 
 
+def _text_bytes(text: str) -> int:
+    """Its size in UTF-8; ASCII, which nearly all metadata is, is not encoded to find out."""
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+
+
 def _over_budget(path: str, found: str) -> RpcPayloadError:
     return RpcPayloadError(path, f"{found} goes over the byte budget of a call")
 
@@ -126,8 +132,9 @@ def _describe(value: Any) -> str:
     """A value by type and size, never by content."""
     kind = type(value)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-    shape = getattr(value, "shape", None)
-    size = getattr(value, "nbytes", None)
-    if shape is not None:
-        return f"{name} of shape {tuple(shape)}" + (f", {size} bytes" if isinstance(size, int) else "")
-    return f"{name} of {len(value)} items" if hasattr(value, "__len__") else name
+    if not hasattr(kind, "shape"):
+        return f"{name} of {len(value)} items" if isinstance(value, Sized) else name
+    try:
+        return f"{name} of shape {tuple(value.shape)}, {value.nbytes} bytes"
+    except Exception:  # a nested tensor has the attribute, but no shape to tell
+        return name

@@ -1,6 +1,6 @@
 """The memory plane on disk: one file, written whole or not at all.
 
-    magic | length of the index (uint64) | SHA-256 of index and cells | index (JSON) | cells, end to end
+    magic | SHA-256 of all that follows | length of the index (uint64) | index (JSON) | cells, end to end
 
 The index is the snapshot with each cell replaced by where its bytes lie: `["bytes", nbytes]` or
 `[dtype, nbytes, *shape]`, in the order of the file. Nothing in it is executable: a checkpoint from
@@ -22,7 +22,7 @@ from rollout_reassembler.contract.errors import DataPlaneError
 
 _FILE = "memory_plane.rows"
 _MAGIC = b"RRMEM\x00\x00\x01"
-_PREFIX = len(_MAGIC) + 8 + 32
+_PREFIX = len(_MAGIC) + 32
 
 
 def write_snapshot(directory: Path, snapshot: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
@@ -33,13 +33,14 @@ def write_snapshot(directory: Path, snapshot: Mapping[str, Any], metadata: Mappi
         for name, partition in snapshot.items()
     }
     index = json.dumps({"metadata": metadata, "partitions": partitions}).encode()
-    digest = hashlib.sha256(index)
+    head = len(index).to_bytes(8, "little") + index
+    digest = hashlib.sha256(head)
     for cell in cells:
         digest.update(cell)
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f"{_FILE}.partial"
     with partial.open("wb") as file:
-        file.write(_MAGIC + len(index).to_bytes(8, "little") + digest.digest() + index)
+        file.write(_MAGIC + digest.digest() + head)
         file.writelines(cells)
         file.flush()
         os.fsync(file.fileno())
@@ -54,12 +55,10 @@ def read_snapshot(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise DataPlaneError(f"no checkpoint of a memory plane at {path}", call="load_checkpoint")
     content = path.read_bytes()
     body = memoryview(content)[_PREFIX:]
-    stored_digest = content[len(_MAGIC) + 8 : _PREFIX]
-    if content[: len(_MAGIC)] != _MAGIC or hashlib.sha256(body).digest() != stored_digest:
+    if content[:_PREFIX] != _MAGIC + hashlib.sha256(body).digest():
         raise DataPlaneError(f"{path} is damaged or cut short; use another checkpoint", call="load_checkpoint")
-    index_size = int.from_bytes(content[len(_MAGIC) : len(_MAGIC) + 8], "little")
-    index = json.loads(bytes(body[:index_size]))
-    offset = index_size
+    offset = 8 + int.from_bytes(body[:8], "little")
+    index = json.loads(bytes(body[8:offset]))
     for partition in index["partitions"].values():
         for row in partition["rows"]:
             for name, where in row["cells"].items():

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from rollout_reassembler.contract.bounds import ReceiptBounds, parse_receipt
 from rollout_reassembler.contract.errors import InvalidReceipt, RequestError, VerificationError
 from rollout_reassembler.contract.records import RolloutReceipt, staging_key
+from rollout_reassembler.reassembly.rows import publishable_reward
 from rollout_reassembler.reassembly.verify import check_receipt_state
 
 _OWN_REASONS = frozenset({"rollout_failed", "capture_poisoned", "duplicate_staging_key"})
@@ -61,12 +63,14 @@ class GroupRequest:
         truncated: Sequence[bool] | None,
     ) -> GroupRequest:
         """Align the parts of a request. Raises `RequestError` naming the one that is off."""
-        size = len(rollout_ids)
-        if not group_id or not size:
+        size = len(rollout_ids) if isinstance(rollout_ids, Sized) and not isinstance(rollout_ids, str) else 0
+        if not isinstance(group_id, str) or not group_id or not size:
             raise RequestError(f"group {group_id!r} has {size} rollouts; expected an id and at least one rollout")
+        if publishable_reward(loss_multiplier) is None:
+            raise RequestError(f"group {group_id!r}: loss_multiplier {loss_multiplier!r} is not a finite binary32")
         if mask_sample is None or isinstance(mask_sample, bool):
             mask_sample = (bool(mask_sample),) * size
-        sample_ids = tuple(canonical_sample_ids or (f"{group_id}_g{index}" for index in range(size)))
+        sample_ids = tuple(canonical_sample_ids or (f"{group_id}_g{i}" for i in range(size)))
         said = tuple(truncated) if truncated is not None else (None,) * size
         parts = {
             "receipts": receipts,
@@ -76,8 +80,9 @@ class GroupRequest:
             "truncated": said,
         }
         for name, part in parts.items():
-            if len(part) != size:
-                raise RequestError(f"group {group_id!r}: {len(part)} {name} for {size} rollout_ids")
+            found = len(part) if isinstance(part, Sized) else type(part).__name__
+            if found != size:
+                raise RequestError(f"group {group_id!r}: {found} {name} for {size} rollout_ids")
         for name, ids in (("rollout_ids", rollout_ids), ("canonical_sample_ids", sample_ids)):
             if not all(isinstance(i, str) and i for i in ids) or len(set(ids)) != size:
                 raise RequestError(
@@ -89,11 +94,11 @@ class GroupRequest:
             sample_ids=sample_ids,
             receipts=tuple(receipts),
             rewards=tuple(rewards),
-            mask_sample=tuple(mask_sample),
-            truncated=said,
-            fallback_weight_version=fallback_weight_version,
-            prompt_idx=prompt_idx,
-            loss_multiplier=loss_multiplier,
+            mask_sample=tuple(bool(masked) for masked in mask_sample),
+            truncated=tuple(None if cut is None else bool(cut) for cut in said),
+            fallback_weight_version=index(fallback_weight_version),
+            prompt_idx=index(prompt_idx),
+            loss_multiplier=float(loss_multiplier),
         )
 
     def fingerprint(self, admitted: Sequence[RolloutReceipt | Rejection], settings: Sequence[Any]) -> str:
@@ -107,7 +112,7 @@ class GroupRequest:
             self.group_id,
             self.rollout_ids,
             self.sample_ids,
-            [repr(reward) for reward in self.rewards],
+            [publishable_reward(reward) for reward in self.rewards],
             self.mask_sample,
             self.truncated,
             self.fallback_weight_version,

@@ -42,6 +42,8 @@ from rollout_reassembler.reassembly.cleanup import clear_group
 from rollout_reassembler.reassembly.group_record import GroupRecords
 from rollout_reassembler.reassembly.metrics import group_metrics
 from rollout_reassembler.reassembly.phases import Phases
+from rollout_reassembler.reassembly.route_plan import InvalidRoutePlan, RoutePlan, plan_routes
+from rollout_reassembler.reassembly.routed_rows import assemble_group_routes, route_metrics, route_plan_tags
 from rollout_reassembler.reassembly.rows import (
     FinalizedRollout,
     canonical_columns,
@@ -128,10 +130,8 @@ class RolloutReassembler:
             canonical_sample_ids=canonical_sample_ids,
             truncated=truncated,
         )
-        try:
+        with _Naming(group_id):
             return self._finalize(request)
-        except DataPlaneError as error:
-            raise error.for_group(group_id) from error
 
     def _finalize(self, request: GroupRequest) -> FinalizedGroup:
         phases = Phases()
@@ -142,11 +142,16 @@ class RolloutReassembler:
             ]
             fingerprint = request.fingerprint(admitted, self._settings())
         rollouts = self._prove_group(request.rollout_ids, admitted, request.rewards, phases)
+        if self._direct_routes:
+            with phases("routes"):
+                rollouts = assemble_group_routes(self._source, rollouts)
         with phases("record"):
             recorded = self._records.lookup(request.group_id)
         if recorded is None:
-            answer = self._answer(request, admitted, rollouts)
-            self._publish(request, rollouts, answer, phases)
+            with phases("assemble"):
+                plan_tags = route_plan_tags(rollouts) if self._deferred_routes else [{} for _ in rollouts]
+                answer = self._answer(request, admitted, rollouts, plan_tags)
+            self._publish(request, rollouts, answer, plan_tags, phases)
             with phases("record"):
                 self._records.write(request.group_id, fingerprint, answer)
         elif recorded.fingerprint == fingerprint:
@@ -214,18 +219,27 @@ class RolloutReassembler:
         except VerificationError as error:
             return rejected(rollout_id, f"rebuild_failed:{error.code}", error.detail, reward=worth or 0.0)
         if worth is None:
-            return rejected(rollout_id, "invalid_reward", f"the reward is {reward!r:.80}", staging_keys=keys)
+            found = reward if isinstance(reward, float) else type(reward).__name__
+            detail = f"expected a reward that binary32 can hold, got {found}"
+            return rejected(rollout_id, "invalid_reward", detail, staging_keys=keys)
         length = len(row.token_ids)
         if self._max_seq_len is not None and length > self._max_seq_len:
             detail = f"{length} tokens, more than max_seq_len={self._max_seq_len}"
             return rejected(rollout_id, "exceeds_max_seq_len", detail, reward=worth, staging_keys=keys)
-        return _proven(row, worth, keys)
+        plan = None
+        if self._direct_routes or self._deferred_routes:
+            try:
+                plan = plan_routes(row, staging_partition=self._staging_partition, cleanup_keys=keys)
+            except InvalidRoutePlan as error:
+                return rejected(rollout_id, error.code, error.detail, reward=worth, staging_keys=keys)
+        return _proven(row, worth, keys, plan)
 
     def _answer(
         self,
         request: GroupRequest,
         admitted: Sequence[RolloutReceipt | Rejection],
         rollouts: Sequence[FinalizedRollout],
+        plan_tags: Sequence[dict[str, str]],
     ) -> FinalizedGroup:
         valid = [rollout for rollout in rollouts if rollout.valid]
         fallback = request.fallback_weight_version
@@ -242,16 +256,21 @@ class RolloutReassembler:
             meta=meta,
             group_min_wv=weight_version,
             group_max_wv=max((r.max_wv for r in valid if r.max_wv is not None), default=fallback),
-            staging_keys=tuple(key for rollout in rollouts for key in rollout.staging_keys),
+            staging_keys=tuple(key for rollout in rollouts for key in self._done_with(rollout)),
             canonical_output_tokens=sum(r.generated_tokens for r in valid),
-            metrics=group_metrics(rollouts, admitted),
+            metrics={**group_metrics(rollouts, admitted), **route_metrics(rollouts, plan_tags)},
             valid_row_count=len(valid),
             total_row_count=len(rollouts),
             rejections={r.rollout_id: r.rejection_reason for r in rollouts if r.rejection_reason},
         )
 
     def _publish(
-        self, request: GroupRequest, rollouts: Sequence[FinalizedRollout], answer: FinalizedGroup, phases: Phases
+        self,
+        request: GroupRequest,
+        rollouts: Sequence[FinalizedRollout],
+        answer: FinalizedGroup,
+        plan_tags: Sequence[dict[str, str]],
+        phases: Phases,
     ) -> None:
         with phases("assemble"):
             columns = canonical_columns(
@@ -263,11 +282,35 @@ class RolloutReassembler:
                 max_seq_len=self._max_seq_len,
                 with_routes=self._direct_routes,
             )
+            tags = [{**tag, **extra} for tag, extra in zip(answer.meta.tags or [], plan_tags, strict=True)]
         with phases("publish"):
-            self._client.put_samples(answer.meta.sample_ids, self._partition_id, columns, answer.meta.tags)
+            self._client.put_samples(answer.meta.sample_ids, self._partition_id, columns, tags)
+
+    def _done_with(self, rollout: FinalizedRollout) -> tuple[str, ...]:
+        """The rollout's proven staged rows that nobody needs once the group is on record.
+
+        In deferred mode the trainer still reads routes from them, and clears them afterwards.
+        """
+        return () if self._deferred_routes and rollout.valid else rollout.staging_keys
 
 
-def _proven(row: LinearizedRow, reward: float, keys: tuple[str, ...]) -> FinalizedRollout:
+class _Naming:
+    """Makes whatever stops a group's finalization name that group."""
+
+    def __init__(self, group_id: str) -> None:
+        self._group_id = group_id
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DataPlaneError):
+            raise error.for_group(self._group_id) from error
+        if error is not None:
+            error.add_note(f"while group {self._group_id!r} was finalized")
+
+
+def _proven(row: LinearizedRow, reward: float, keys: tuple[str, ...], plan: RoutePlan | None) -> FinalizedRollout:
     return FinalizedRollout(
         rollout_id=row.rollout_id,
         valid=True,
@@ -282,4 +325,5 @@ def _proven(row: LinearizedRow, reward: float, keys: tuple[str, ...]) -> Finaliz
         max_wv=max(row.weight_versions),
         calls=len(row.model_call_ids),
         generated_tokens=sum(span.generation_len for span in row.link_spans),
+        route_plan=plan,
     )

@@ -36,15 +36,15 @@ import numpy.typing as npt
 
 from rollout_reassembler.contract.errors import ContractError, InvalidRoutes, InvalidStagedCall
 from rollout_reassembler.contract.routed_experts import (
-    BOUNDARY_KEY,
     INVALID_RANK,
     MISSING_ROUTE,
     ROUTES_KEY,
     Routes,
+    RoutesPayload,
     decode_routed_experts,
 )
 from rollout_reassembler.reassembly.route_plan import RoutePlan, RouteSpan
-from rollout_reassembler.staging.extras import decode_extras
+from rollout_reassembler.staging.routes import open_routes
 from rollout_reassembler.staging.source import StagingSource
 
 RowRoutes = npt.NDArray[np.int16]
@@ -165,25 +165,25 @@ def _open(span: RouteSpan, encoded: bytes | None) -> _Fragment:
     if encoded is None:
         raise _failure("missing_fragment", f"no staged row {span.staging_key!r}")
     try:
-        extras = decode_extras(encoded, span.extras_digest)
+        staged = open_routes(encoded, span.extras_digest)
     except InvalidStagedCall as error:
         raise _failure("fragment_integrity", f"{span.staging_key!r}: {error.detail}") from error
-    if extras.get(ROUTES_KEY) is None:
+    if staged.rows is None:
         raise _failure("missing_fragment", f"the extras of {span.staging_key!r} hold no {ROUTES_KEY}")
-    rows = _decoded(span, extras[ROUTES_KEY])
+    rows = _decoded(span, staged.rows)
     if len(rows) != span.staged_route_len:
         raise _failure(
             "fragment_length", f"{span.staging_key!r} holds {len(rows)} rows, the plan says {span.staged_route_len}"
         )
-    if extras.get(BOUNDARY_KEY) is None:
+    if staged.boundary is None:
         return _Fragment(rows, None)
-    boundary = _decoded(span, extras[BOUNDARY_KEY])
+    boundary = _decoded(span, staged.boundary)
     if len(boundary) != 1:
         raise _failure("fragment_length", f"the boundary of {span.staging_key!r} holds {len(boundary)} rows, not one")
     return _Fragment(rows, boundary)
 
 
-def _decoded(span: RouteSpan, payload: str | list[object]) -> Routes:
+def _decoded(span: RouteSpan, payload: RoutesPayload) -> Routes:
     try:
         rows = decode_routed_experts(payload)
     except InvalidRoutes as error:

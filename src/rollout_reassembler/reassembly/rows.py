@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,11 @@ import numpy.typing as npt
 
 from rollout_reassembler.contract.digests import Floats, Integers
 from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec, Schema
+from rollout_reassembler.reassembly.route_plan import RoutePlan
+from rollout_reassembler.reassembly.routes import sentinel_routes
 
 ROUTES_FIELD = "routed_experts"
+ROUTE_PLAN_TAG = "route_plan"
 
 CANONICAL_SCHEMA: Schema = {
     "input_ids": FieldSpec("int64", 1),
@@ -78,7 +82,7 @@ class FinalizedRollout:
     min_wv: int | None = None
     max_wv: int | None = None
     routed_experts: Routes | None = None
-    route_plan: Any | None = None
+    route_plan: RoutePlan | None = None
     calls: int = 0
     generated_tokens: int = 0
     rejection_detail: str = ""
@@ -104,7 +108,7 @@ def rejected(
 
 def publishable_reward(reward: object) -> float | None:
     """The reward as a float that binary32 can hold, or `None` when it is not a finite number."""
-    if isinstance(reward, bool) or not isinstance(reward, int | float):
+    if isinstance(reward, bool) or not isinstance(reward, Real):
         return None
     try:
         value = float(reward)
@@ -152,14 +156,10 @@ def canonical_columns(
         ),
     }
     if with_routes:
+        shapes = [r.routed_experts.shape[1:] for r in rollouts if r.routed_experts is not None]
+        layers, topk = max(shapes, default=(0, 0))
         columns[ROUTES_FIELD] = [
-            _routes(rollout, int(length)) for rollout, length in zip(rollouts, lengths, strict=True)
+            r.routed_experts if r.routed_experts is not None else sentinel_routes(int(length), (layers, topk))
+            for r, length in zip(rollouts, lengths, strict=True)
         ]
     return columns
-
-
-def _routes(rollout: FinalizedRollout, length: int) -> Routes:
-    """A row's routes `[T, L, K]`; `[T, 0, 0]` where no shape is known."""
-    if rollout.routed_experts is not None:
-        return rollout.routed_experts
-    return np.empty((length, 0, 0), np.int16)

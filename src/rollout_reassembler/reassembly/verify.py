@@ -23,7 +23,7 @@ staged, 16 bytes a token; the graph is walked once, in linear time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -120,12 +120,13 @@ def _match_rows(receipt: RolloutReceipt, calls: Sequence[StagedCall | PackedCall
     listed = {record.model_call_id for record in receipt.manifest}
     packed: dict[str, PackedCall] = {}
     for record, call in zip(receipt.manifest, calls, strict=True):
-        row = call if isinstance(call, PackedCall) else _prove(call)
-        if row.model_call_id != record.model_call_id:
-            code = "snapshot_order_mismatch" if row.model_call_id in listed else "snapshot_identity_mismatch"
-            raise VerificationError(f"expected call {record.model_call_id!r}, got {row.model_call_id!r}", code=code)
-        _match_fields(receipt.rollout_id, record, row)
-        packed[row.model_call_id] = row
+        if call.model_call_id in packed:
+            raise VerificationError(f"call {call.model_call_id!r} comes twice", code="duplicate_snapshot")
+        if call.model_call_id != record.model_call_id:
+            code = "snapshot_order_mismatch" if call.model_call_id in listed else "snapshot_identity_mismatch"
+            raise VerificationError(f"expected call {record.model_call_id!r}, got {call.model_call_id!r}", code=code)
+        _match_fields(receipt.rollout_id, record, call)
+        packed[call.model_call_id] = call if isinstance(call, PackedCall) else _prove(call)
     return packed
 
 
@@ -151,7 +152,7 @@ _MATCHED_FIELDS = (
 )
 
 
-def _match_fields(rollout_id: str, record: CallRecord, row: PackedCall) -> None:
+def _match_fields(rollout_id: str, record: CallRecord, row: StagedCall | PackedCall) -> None:
     if row.rollout_id != rollout_id:
         raise VerificationError(f"call {row.model_call_id!r} belongs to {row.rollout_id!r}", code="wrong_rollout")
     for name in _MATCHED_FIELDS:
@@ -166,19 +167,22 @@ def _terminal_chain(receipt: RolloutReceipt) -> list[CallRecord]:
     """The chain that ends in the receipt's terminal, root first, after checking the whole graph.
 
     Lengths grow strictly from parent to child (a delta is never empty), so a graph whose links
-    agree in length has no cycle; looking at each link once is enough.
+    agree in length has no cycle; looking at each link once is enough. Where one does not agree, a
+    cycle that an earlier call leads into is what is reported.
     """
     by_id = {record.model_call_id: record for record in receipt.manifest}
-    for record in receipt.manifest:
+    for position, record in enumerate(receipt.manifest):
         if record.parent_call_id is None:
             continue
         parent = by_id.get(record.parent_call_id)
         if parent is None:
+            _refuse_cycle(receipt.manifest[:position], by_id)
             raise VerificationError(
                 f"call {record.model_call_id!r} names the absent parent {record.parent_call_id!r}",
                 code="missing_parent",
             )
         if parent.cum_len != record.prev_len:
+            _refuse_cycle(receipt.manifest[:position], by_id)
             raise VerificationError(
                 f"call {record.model_call_id!r} starts at {record.prev_len}, its parent ends at {parent.cum_len}",
                 code="parent_length_mismatch",
@@ -188,11 +192,23 @@ def _terminal_chain(receipt: RolloutReceipt) -> list[CallRecord]:
         raise VerificationError(f"terminal {receipt.terminal_model_call_id!r} is not listed", code="missing_terminal")
     chain = [terminal]
     while (parent_id := chain[-1].parent_call_id) is not None:
-        if len(chain) > len(by_id):
-            raise VerificationError(f"a cycle reaches call {parent_id!r}", code="lineage_cycle")
         chain.append(by_id[parent_id])
     chain.reverse()
     return chain
+
+
+def _refuse_cycle(records: Sequence[CallRecord], by_id: Mapping[str, CallRecord]) -> None:
+    """Raise `lineage_cycle` if the parents of one of these calls lead in a circle. Linear: no call is walked twice."""
+    acyclic: set[str] = set()
+    for record in records:
+        walked: set[str] = set()
+        cursor: CallRecord | None = record
+        while cursor is not None and cursor.model_call_id not in acyclic:
+            if cursor.model_call_id in walked:
+                raise VerificationError(f"a cycle reaches call {cursor.model_call_id!r}", code="lineage_cycle")
+            walked.add(cursor.model_call_id)
+            cursor = by_id.get(cursor.parent_call_id or "")
+        acyclic |= walked
 
 
 def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]) -> LinearizedRow:

@@ -52,7 +52,8 @@ _TEXTS_AT = _HEADER.size + len(_PREAMBLE)
 _U64 = struct.Struct(">Q")
 _LENGTHS = struct.Struct(">6Q")
 _COUNTS = struct.Struct(">2Q")
-_TAIL = struct.Struct(">32sB32sB32s")
+_TAIL = struct.Struct(">32sc32sc32s")
+_ABSENT, _PRESENT = b"\x00", b"\x01"
 _BOUNDARY_FLAG = 1
 _ONE = struct.pack(">f", 1.0)
 
@@ -166,11 +167,12 @@ def _unpack(value: bytes) -> PackedCall:
         raise InvalidStagedCall("contents do not hash to the digest")
     rollout_id, at = _text(value, _TEXTS_AT)
     model_call_id, at = _text(value, at)
+    presence, at = value[at : at + 1], at + 1
     parent_call_id = None
-    if value[at]:
-        parent_call_id, at = _text(value, at + 1)
-    else:
-        at += 1
+    if presence == _PRESENT:
+        parent_call_id, at = _text(value, at)
+    elif presence != _ABSENT:
+        raise InvalidStagedCall(f"call {model_call_id!r}: {presence!r} where it should say whether there is a parent")
     mode, at = _text(value, at)
     prev_len, delta_len, cum_len, weight_version, token_bytes, count = _LENGTHS.unpack_from(value, at)
     tokens_at = at + _LENGTHS.size
@@ -194,7 +196,9 @@ def _unpack(value: bytes) -> PackedCall:
         raise InvalidStagedCall(
             f"call {model_call_id!r}: mode {mode!r}, parent {parent_call_id!r}, prev_len {prev_len}"
         )
-    extras, _, chain, _, cumulative = _TAIL.unpack_from(value, tail_at)
+    extras, has_chain, chain, has_cumulative, cumulative = _TAIL.unpack_from(value, tail_at)
+    if has_chain != _PRESENT or has_cumulative != _PRESENT:
+        raise InvalidStagedCall(f"call {model_call_id!r}: a hash that is not marked as present")
     return PackedCall(
         value,
         rollout_id,

@@ -2,13 +2,15 @@
 
 The column `extras` of a staged row holds `encode_extras(mapping)`, or no bytes at all where the call
 has none. `decode_extras` reads it and holds it against the digest that the receipt commits to, so
-that whoever uses extras has proven them. Nothing else in the system reads this column.
+that whoever uses extras has proven them. There is one encoding of a mapping: any other is refused,
+whatever its digest. Nothing else in the system reads this column.
 
     {"a": [1, True]}  ⇄  D 1  "a"  L 2  I 1  B 01
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +34,7 @@ def decode_extras(encoded: bytes, committed_digest: str) -> dict[str, Any]:
         return {}
     try:
         value, end = _decode(encoded, 0, depth=0)
-    except (struct.error, UnicodeDecodeError, KeyError, IndexError) as error:
+    except (struct.error, UnicodeDecodeError, KeyError) as error:
         raise InvalidStagedCall(f"garbled extras of {len(encoded)} bytes: {error!r}") from error
     if end != len(encoded) or type(value) is not dict:
         raise InvalidStagedCall(f"extras of {len(encoded)} bytes hold {type(value).__name__} in {end} bytes")
@@ -52,10 +54,15 @@ def _decode(data: bytes, at: int, *, depth: int) -> tuple[Any, int]:
         return items, at
     if kind == b"D":
         count, at = _count(data, at)
-        mapping = {}
+        mapping: dict[str, Any] = {}
+        last = ""
         for _ in range(count):
             key, at = _text(data, at)
+            # Code points and UTF-8 bytes sort alike.
+            if mapping and key <= last:
+                raise InvalidStagedCall(f"extras hold the key {key!r:.80} after {last!r:.80}; keys come once, in order")
             mapping[key], at = _decode(data, at, depth=depth + 1)
+            last = key
         return mapping, at
     return _SCALARS[kind](data, at)
 
@@ -75,10 +82,19 @@ def _text(data: bytes, at: int) -> tuple[str, int]:
     return data[start : start + length].decode(), start + length
 
 
+def _float(data: bytes, at: int) -> tuple[float, int]:
+    value = _F64.unpack_from(data, at)[0]
+    if not math.isfinite(value):
+        raise InvalidStagedCall(f"extras floats must be finite, found {value!r}")
+    return value, at + 8
+
+
+_BOOLS = {b"\x00": False, b"\x01": True}
+
 _SCALARS: dict[bytes, Callable[[bytes, int], tuple[Any, int]]] = {
     b"N": lambda data, at: (None, at),
-    b"B": lambda data, at: (data[at] == 1, at + 1),
+    b"B": lambda data, at: (_BOOLS[data[at : at + 1]], at + 1),
     b"I": lambda data, at: (_I64.unpack_from(data, at)[0], at + 8),
-    b"F": lambda data, at: (_F64.unpack_from(data, at)[0], at + 8),
+    b"F": _float,
     b"S": _text,
 }

@@ -1,17 +1,33 @@
-"""What routes a staged call holds, told from its extras without decoding them.
+"""Routes of a staged call, worker side and reader side: what is there, told without moving or copying it.
 
     sink = StagingSink(dp_client, staging_partition="staging", route_shape=route_shape)
 
-The shape goes into the packed header of the call, which is read with the tokens; so a route plan is
-made without moving a route. It is a hint: whoever reads the routes holds it against them.
+`route_shape` looks at a call's extras and puts the shape of its routes into the packed header, which is
+read with the tokens; so a route plan is made without reading a route. It is a hint: whoever reads
+the routes holds it against them. `open_routes` is for that reader: from the encoded extras of the row
+to its two payloads, proven against the digest that commits to them.
 """
 
 from __future__ import annotations
 
+import struct
+from typing import NamedTuple
+
+from rollout_reassembler.contract.digests import encoded_extras_digest
 from rollout_reassembler.contract.errors import InvalidRoutes
 from rollout_reassembler.contract.records import StagedCall
-from rollout_reassembler.contract.routed_experts import BOUNDARY_KEY, ROUTES_KEY, routed_experts_shape
+from rollout_reassembler.contract.routed_experts import BOUNDARY_KEY, ROUTES_KEY, RoutesPayload, routed_experts_shape
 from rollout_reassembler.staging.codec import NO_ROUTES, RouteShape
+from rollout_reassembler.staging.extras import decode_extras
+
+_U64 = struct.Struct(">Q")
+
+
+class StagedRoutes(NamedTuple):
+    """The route payloads of one call, undecoded: rows for its delta, and the row of its parent's last token."""
+
+    rows: RoutesPayload | None
+    boundary: RoutesPayload | None
 
 
 def route_shape(call: StagedCall) -> RouteShape:
@@ -21,15 +37,49 @@ def route_shape(call: StagedCall) -> RouteShape:
     root, one without routes beside it, or one of another `[L, K]`.
     """
     extras = call.extras or {}
-    routes, boundary = extras.get(ROUTES_KEY), extras.get(BOUNDARY_KEY)
-    if routes is None and boundary is None:
+    rows, boundary = extras.get(ROUTES_KEY), extras.get(BOUNDARY_KEY)
+    if rows is None and boundary is None:
         return NO_ROUTES
-    if routes is None:
+    if rows is None:
         raise InvalidRoutes(f"call {call.model_call_id!r} holds {BOUNDARY_KEY} without {ROUTES_KEY}")
-    rows, layers, topk = routed_experts_shape(routes)
+    count, layers, topk = routed_experts_shape(rows)
     if boundary is not None:
         if call.parent_call_id is None:
             raise InvalidRoutes(f"root call {call.model_call_id!r} holds {BOUNDARY_KEY}, but has no parent")
         if (found := routed_experts_shape(boundary)) != (1, layers, topk):
             raise InvalidRoutes(f"{BOUNDARY_KEY} is {list(found)}; expected {[1, layers, topk]}")
-    return RouteShape(rows, layers, topk, boundary is not None)
+    return RouteShape(count, layers, topk, boundary is not None)
+
+
+def open_routes(encoded: bytes, committed_digest: str) -> StagedRoutes:
+    """The route payloads in a row's encoded extras. Raises `InvalidStagedCall` when the digest says no."""
+    texts = _texts(encoded) if encoded_extras_digest(encoded) == committed_digest else None
+    extras = texts if texts is not None else decode_extras(encoded, committed_digest)
+    return StagedRoutes(extras.get(ROUTES_KEY), extras.get(BOUNDARY_KEY))
+
+
+def _texts(encoded: bytes) -> dict[str, memoryview] | None:
+    """The extras as views of their texts, `None` where they are anything but a sound mapping of texts.
+
+    A fragment is megabytes of text. `decode_extras` would copy it twice on the way to its string.
+    """
+    if not encoded.startswith(b"D"):
+        return None
+    view = memoryview(encoded)
+    texts: dict[str, memoryview] = {}
+    at, last = 1 + _U64.size, ""
+    try:
+        for _ in range(_U64.unpack_from(encoded, 1)[0]):
+            key_end = at + _U64.size + _U64.unpack_from(encoded, at)[0]
+            if encoded[key_end : key_end + 1] != b"S":
+                return None
+            text_at = key_end + 1 + _U64.size
+            key = encoded[at + _U64.size : key_end].decode()
+            if texts and key <= last:
+                return None
+            last = key
+            at = text_at + _U64.unpack_from(encoded, key_end + 1)[0]
+            texts[key] = view[text_at:at]
+    except (struct.error, UnicodeDecodeError):
+        return None
+    return texts if at == len(encoded) else None

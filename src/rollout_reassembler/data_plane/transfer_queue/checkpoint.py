@@ -19,22 +19,18 @@ from typing import Any
 from transfer_queue.client import AsyncTransferQueueClient
 
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
-from rollout_reassembler.data_plane.transfer_queue.queue_errors import translated
 
 _METADATA = "metadata.json"
 _CONTROLLER = "controller_state.pkl"
 
 
-async def save_queue(
-    site: CallSite, queue: AsyncTransferQueueClient, directory: Path, metadata: Mapping[str, Any]
-) -> None:
+async def save_queue(queue: AsyncTransferQueueClient, directory: Path, metadata: Mapping[str, Any]) -> None:
     """Write a checkpoint, in place of the one that is there."""
     partial, old = _beside(directory, ".tmp"), _beside(directory, ".old")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    async with translated(site):
-        await queue.async_save_controller_checkpoint(str(partial / _CONTROLLER))
-        await queue.async_save_storage_checkpoint(str(partial))
+    await queue.async_save_controller_checkpoint(str(partial / _CONTROLLER))
+    await queue.async_save_storage_checkpoint(str(partial))
     (partial / _METADATA).write_text(json.dumps({"storage_saved": True, "user_metadata": dict(metadata)}))
     if directory.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -53,9 +49,8 @@ async def load_queue(site: CallSite, queue: AsyncTransferQueueClient, directory:
     content = json.loads((directory / _METADATA).read_text())
     if not content["storage_saved"]:
         raise site.failed(f"the checkpoint at {directory} holds no values, only the controller's state")
-    async with translated(site):
-        await queue.async_load_storage_checkpoint(str(directory))
-        await queue.async_load_controller_checkpoint(str(directory / _CONTROLLER))
+    await queue.async_load_storage_checkpoint(str(directory))
+    await queue.async_load_controller_checkpoint(str(directory / _CONTROLLER))
     metadata: dict[str, Any] = content["user_metadata"]
     return metadata
 

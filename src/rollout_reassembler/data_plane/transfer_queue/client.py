@@ -20,12 +20,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from rollout_reassembler.contract.errors import (
-    DataPlaneUnavailable,
+    DataPlaneError,
     PartitionNotRegistered,
     RowsMissing,
     SchemaViolation,
@@ -43,6 +43,9 @@ from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.transfer_queue.calls import BoundedCalls, CallSite
 from rollout_reassembler.data_plane.transfer_queue.environment import check_version, prepare_environment
 from rollout_reassembler.data_plane.transfer_queue.wire import from_queue, to_queue
+
+if TYPE_CHECKING:
+    from rollout_reassembler.data_plane.transfer_queue.rows import QueueRows
 
 T = TypeVar("T")
 
@@ -62,21 +65,31 @@ class TransferQueueDataPlane:
         check_version()
         prepare_environment(cfg.deadlines)
         # Only now: the queue reads its environment when it is imported.
-        from rollout_reassembler.data_plane.transfer_queue import checkpoint, connection
-        from rollout_reassembler.data_plane.transfer_queue.rows import QueueRows
+        from rollout_reassembler.data_plane.transfer_queue import connection
 
-        self._cfg = cfg
-        self._deadlines = cfg.deadlines
-        self._end_queue, self._save, self._load = connection.end_queue, checkpoint.save_queue, checkpoint.load_queue
-        self._owns_queue = connection.start_queue(cfg) if bootstrap else False
+        self._end_queue: Callable[[float], None] | None = None
+        if bootstrap and connection.start_queue(cfg):
+            self._end_queue = connection.end_queue
         try:
-            self._connection = connection.attach(cfg)
-        except DataPlaneUnavailable:
-            if self._owns_queue:
+            self._use(connection.attach(cfg), cfg)
+        except DataPlaneError:
+            if self._end_queue is not None:
                 self._end_queue(_CLOSE_SECONDS)
             raise
-        self._rows = QueueRows(self._connection.queue, self._connection.store)
-        self._calls = BoundedCalls(self._connection.peers)
+
+    @classmethod
+    def over(cls, rows: QueueRows, cfg: DataPlaneConfig) -> TransferQueueDataPlane:
+        """A client over sockets that are open already, of a queue that somebody else started."""
+        plane = cls.__new__(cls)
+        plane._end_queue = None
+        plane._use(rows, cfg)
+        return plane
+
+    def _use(self, rows: QueueRows, cfg: DataPlaneConfig) -> None:
+        self._rows = rows
+        self._cells = cfg.cells
+        self._deadlines = cfg.deadlines
+        self._calls = BoundedCalls(rows.peers)
         self._schemas: dict[str, dict[str, FieldSpec]] = {}
 
     def register_partition(
@@ -118,7 +131,7 @@ class TransferQueueDataPlane:
         columns = checked_columns(fields, self._schema(site), len(keys), partition_id)
         if not columns and new_tags is None:
             raise ValueError("a put writes columns, tags, or both; got neither")
-        values = {name: to_queue(column, self._cfg.cells) for name, column in columns.items()}
+        values = {name: to_queue(column, self._cells) for name, column in columns.items()}
         self._run(site, self._deadlines.write, lambda: self._rows.put(site, partition_id, keys, values, new_tags))
         return KVBatchMeta(partition_id=partition_id, sample_ids=keys, fields=list(columns) or None, tags=new_tags)
 
@@ -215,27 +228,25 @@ class TransferQueueDataPlane:
         Pause writers first: the parts are written one after another. On several nodes the directory
         must be on a file system that all of them share.
         """
-        site = CallSite("save_checkpoint", directory)
-        path, queue = Path(directory).absolute(), self._connection.queue
-        self._run(site, self._deadlines.checkpoint, lambda: self._save(site, queue, path, metadata or {}))
+        site, path = CallSite("save_checkpoint", directory), Path(directory).absolute()
+        self._run(site, self._deadlines.checkpoint, lambda: self._rows.save(site, path, metadata or {}))
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Replace what is in the queue. The files are pickles: load none that you did not write.
 
         Clients that know partitions from before keep their columns: let them reconnect.
         """
-        site = CallSite("load_checkpoint", directory)
-        path, queue = Path(directory).absolute(), self._connection.queue
-        metadata = self._run(site, self._deadlines.checkpoint, lambda: self._load(site, queue, path))
+        site, path = CallSite("load_checkpoint", directory), Path(directory).absolute()
+        metadata = self._run(site, self._deadlines.checkpoint, lambda: self._rows.load(site, path))
         self._schemas.clear()
         return metadata
 
     def close(self) -> None:
         """Drop this process's sockets; the client that started the queue also ends it, with all rows."""
-        self._calls.close(self._connection.queue.close, _CLOSE_SECONDS)
-        if self._owns_queue:
-            self._owns_queue = False
+        self._calls.close(self._rows.close, _CLOSE_SECONDS)
+        if self._end_queue is not None:
             self._end_queue(_CLOSE_SECONDS)
+            self._end_queue = None
 
     def _run(self, site: CallSite, seconds: float, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return self._calls.run(site, make, seconds)

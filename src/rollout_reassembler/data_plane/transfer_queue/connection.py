@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -24,7 +23,8 @@ from transfer_queue.client import AsyncTransferQueueClient
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer, run_blocking
-from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore, ValueStore
+from rollout_reassembler.data_plane.transfer_queue.rows import QueueRows
+from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore
 
 _CONTROLLER = "TransferQueueController"
 _NAMESPACE = "transfer_queue"
@@ -36,15 +36,6 @@ _ray: Any = ray
 
 _START = CallSite("bootstrap")
 _ATTACH = CallSite("connect")
-
-
-@dataclass(frozen=True)
-class Connection:
-    """This process's line to a queue: the queue's own client, the store behind it, and all they depend on."""
-
-    queue: AsyncTransferQueueClient
-    store: ValueStore
-    peers: tuple[Peer, ...]
 
 
 def start_queue(cfg: DataPlaneConfig) -> bool:
@@ -71,7 +62,7 @@ def start_queue(cfg: DataPlaneConfig) -> bool:
     return bool(interface._TQ_STORAGE)
 
 
-def attach(cfg: DataPlaneConfig) -> Connection:
+def attach(cfg: DataPlaneConfig) -> QueueRows:
     """Connect to the running queue. Raises `DataPlaneUnavailable` when there is none.
 
     Waits, within the connect deadline, for a queue that is just starting.
@@ -82,20 +73,27 @@ def attach(cfg: DataPlaneConfig) -> Connection:
     wanted = _BACKENDS[cfg.backend]
     if config.backend.storage_backend != wanted:
         raise _ATTACH.unavailable(f"the queue runs on {config.backend.storage_backend}, the config says {wanted}")
-    info = config.controller.zmq_info
-    controller = Peer("the queue's controller", info.ip, info.ports["request_handle_socket"])
+    return connect_sockets(config.controller.zmq_info, wanted, config.backend[wanted], cfg.deadlines.connect)
+
+
+def connect_sockets(controller_info: Any, backend: str, backend_config: Any, seconds: float) -> QueueRows:
+    """Connect to a controller and a store whose addresses are known. Needs no Ray.
+
+    Raises `DataPlaneUnavailable` when the controller does not answer.
+    """
+    controller = Peer("the queue's controller", controller_info.ip, controller_info.ports["request_handle_socket"])
 
     def connect() -> AsyncTransferQueueClient:
-        queue = AsyncTransferQueueClient(f"reassembler_{os.getpid()}_{uuid4().hex[:8]}", info)
-        queue.initialize_storage_manager(wanted, config.backend[wanted])
+        queue = AsyncTransferQueueClient(f"reassembler_{os.getpid()}_{uuid4().hex[:8]}", controller_info)
+        queue.initialize_storage_manager(backend, backend_config)
         return queue
 
     try:
-        queue = run_blocking(_ATTACH, connect, cfg.deadlines.connect)
+        queue = run_blocking(_ATTACH, connect, seconds)
     except TimeoutError as error:
         raise _ATTACH.unavailable(f"{controller} does not answer: {error}") from error
     store = SimpleStore(queue.storage_manager)
-    return Connection(queue, store, (controller, *store.peers()))
+    return QueueRows(queue, store, (controller, *store.peers()))
 
 
 def end_queue(seconds: float) -> None:
@@ -105,14 +103,18 @@ def end_queue(seconds: float) -> None:
 
 
 def _start_ray(cfg: DataPlaneConfig) -> None:
+    """Initialise Ray in the caller's own thread, which must live on: a local cluster dies with it.
+
+    (Linux tells Ray's processes of the death of the *thread* that started them.) Ray bounds this wait itself.
+    """
     if ray.is_initialized():
         return
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     if os.environ.get("RAY_ADDRESS"):
-        run_blocking(_START, lambda: ray.init(**quiet), cfg.deadlines.bootstrap)
-        return
-    cpus = max(os.cpu_count() or 1, _LOCAL_SPARE_CPUS) + _cpus_needed(cfg)
-    run_blocking(_START, lambda: ray.init(address="local", num_cpus=cpus, **quiet), cfg.deadlines.bootstrap)
+        ray.init(**quiet)
+    else:
+        cpus = max(os.cpu_count() or 1, _LOCAL_SPARE_CPUS) + _cpus_needed(cfg)
+        ray.init(address="local", num_cpus=cpus, **quiet)
 
 
 def _find_controller(seconds: float) -> Any | None:

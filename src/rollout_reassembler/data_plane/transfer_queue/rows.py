@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transfer_queue.client import AsyncTransferQueueClient
@@ -24,7 +25,8 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.utils.zmq_utils import ZMQRequestType
 
 from rollout_reassembler.data_plane.base import Tags
-from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
+from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer
+from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_queue, save_queue
 from rollout_reassembler.data_plane.transfer_queue.queue_errors import translated
 from rollout_reassembler.data_plane.transfer_queue.store import ValueStore
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, field_schema
@@ -43,9 +45,13 @@ class RowsRead:
 
 
 class QueueRows:
-    """The rows of one queue. Its coroutines run on the loop of `calls.py`, in a task each."""
+    """The rows of one queue, over this process's sockets. Its coroutines run on the loop of `calls.py`, in a task each.
 
-    def __init__(self, queue: AsyncTransferQueueClient, store: ValueStore) -> None:
+    `peers` are the processes that it talks to.
+    """
+
+    def __init__(self, queue: AsyncTransferQueueClient, store: ValueStore, peers: Sequence[Peer]) -> None:
+        self.peers = tuple(peers)
         self._queue = queue
         self._store = store
 
@@ -148,6 +154,20 @@ class QueueRows:
         async with translated(site):
             _, status = await self._queue.async_get_consumption_status(task, partition)
             return status is None or bool((status == 1).all())
+
+    async def save(self, site: CallSite, directory: Path, metadata: Mapping[str, Any]) -> None:
+        """Write a checkpoint of the whole queue."""
+        async with translated(site):
+            await save_queue(self._queue, directory, metadata)
+
+    async def load(self, site: CallSite, directory: Path) -> dict[str, Any]:
+        """Replace the whole queue with a checkpoint; its metadata."""
+        async with translated(site):
+            return await load_queue(site, self._queue, directory)
+
+    def close(self) -> None:
+        """Close this process's sockets. On the loop thread, which they belong to, once no call is under way."""
+        self._queue.close()
 
     async def _announce(
         self,

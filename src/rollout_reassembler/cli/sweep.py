@@ -1,0 +1,56 @@
+"""`reassemble sweep`: what is left in a running plane's staging partition, and clearing it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from rich.table import Table
+
+from rollout_reassembler.data_plane.config import DataPlaneConfig
+from rollout_reassembler.data_plane.factory import build_data_plane_client
+from rollout_reassembler.reassembly.sweep import SweepReport, sweep_staging
+
+
+def sweep_running_plane(
+    address: str,
+    *,
+    staging_partition: str,
+    rollout_ids: list[str],
+    older_than_s: float | None,
+    live: Path | None,
+    untagged_after_s: float | None,
+    clear: bool,
+) -> SweepReport:
+    """Attach to the TransferQueue of the Ray cluster at `address` and sweep. Raises what `sweep_staging` does."""
+    import ray
+
+    live_rollouts = set(live.read_text(encoding="utf-8").split("\n")) - {""} if live is not None else set()
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        client = build_data_plane_client(DataPlaneConfig(impl="transfer_queue"), bootstrap=False)
+        try:
+            return sweep_staging(
+                client,
+                staging_partition,
+                rollout_ids=rollout_ids or None,
+                older_than_s=older_than_s,
+                live_rollouts=live_rollouts,
+                untagged_after_s=untagged_after_s,
+                dry_run=not clear,
+            )
+        finally:
+            client.close()
+    finally:
+        ray.shutdown()
+
+
+def sweep_table(report: SweepReport) -> Table:
+    """One line a rollout."""
+    table = Table("rollout", "staged rows", title="cleared" if report.cleared else "found (dry run; --clear clears)")
+    for rollout_id, keys in report.found.items():
+        table.add_row(rollout_id, str(len(keys)))
+    if report.untagged:
+        table.add_row("(no tags: puts that failed)", str(len(report.untagged)))
+    table.caption = f"{len(report.keys)} rows; {report.spared} others spared"
+    return table

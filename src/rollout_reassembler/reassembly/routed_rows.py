@@ -1,0 +1,58 @@
+"""Routes of a group's rollouts: put together before publication (direct mode), and counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from rollout_reassembler.reassembly.route_plan import encode_route_plan
+from rollout_reassembler.reassembly.routes import RouteFailure, assemble_group, missing_token_count
+from rollout_reassembler.reassembly.rows import ROUTE_PLAN_TAG, FinalizedRollout, rejected
+from rollout_reassembler.staging.source import StagingSource
+
+
+def assemble_group_routes(source: StagingSource, rollouts: Sequence[FinalizedRollout]) -> list[FinalizedRollout]:
+    """The rollouts with their routes `[T, L, K]`, in one read for all; one whose routes fail is rejected."""
+    planned = [rollout for rollout in rollouts if rollout.route_plan is not None]
+    plans = [rollout.route_plan for rollout in planned if rollout.route_plan is not None]
+    lengths = [len(rollout.token_ids) for rollout in planned]
+    outcomes = assemble_group(source, plans, canonical_lengths=lengths)
+    routed: dict[str, FinalizedRollout] = {}
+    for rollout, outcome in zip(planned, outcomes, strict=True):
+        if isinstance(outcome, RouteFailure):
+            reason = f"route_assembly:{outcome.code}"
+            routed[rollout.rollout_id] = rejected(
+                rollout.rollout_id,
+                reason,
+                outcome.detail,
+                reward=rollout.reward,
+                staging_keys=rollout.staging_keys,
+            )
+        else:
+            routed[rollout.rollout_id] = dataclasses.replace(rollout, routed_experts=outcome)
+    return [routed.get(rollout.rollout_id, rollout) for rollout in rollouts]
+
+
+def route_plan_tags(rollouts: Sequence[FinalizedRollout]) -> list[dict[str, str]]:
+    """One tag dict a row: its encoded plan where the trainer has one to execute (deferred mode)."""
+    return [
+        {ROUTE_PLAN_TAG: encode_route_plan(rollout.route_plan)} if rollout.route_plan is not None else {}
+        for rollout in rollouts
+    ]
+
+
+def route_metrics(rollouts: Sequence[FinalizedRollout], plan_tags: Sequence[dict[str, str]]) -> dict[str, float]:
+    """How far routes cover the group's valid rows; nothing where router replay is off."""
+    plans = [rollout.route_plan for rollout in rollouts if rollout.route_plan is not None]
+    if not plans:
+        return {}
+    metrics = {
+        "finalize/route_plan_span_count": float(sum(len(plan.spans) for plan in plans)),
+        "finalize/route_plan_encoded_bytes": float(sum(len(tag.get(ROUTE_PLAN_TAG, "")) for tag in plan_tags)),
+    }
+    assembled = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
+    if assembled:
+        tokens = sum(len(routes) for routes in assembled)
+        metrics["finalize/routed_experts_row_coverage"] = sum(r.size > 0 for r in assembled) / len(assembled)
+        metrics["finalize/routed_experts_sentinel_token_fraction"] = sum(map(missing_token_count, assembled)) / tokens
+    return metrics

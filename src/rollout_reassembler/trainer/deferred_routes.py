@@ -1,0 +1,199 @@
+"""Trainer side of router replay: routes for the rows of a batch, held to the model that will replay them.
+
+    routes, report = execute_route_plans(
+        client, meta.sample_ids, meta.sequence_lengths, meta.tags, model_shape=(48, 8)
+    )
+    # routes[i]: int16 [T_i, 48, 8], -1 where a route is missing; report.failures: {"missing_fragment": 1}
+
+In deferred mode a row carries its route plan as the tag `route_plan` and its route bytes still lie in
+staging. Here, where the policy runs and the model's real `(L, K)` is known, the plans of a batch are
+executed with one read, by the same executor that the actor has for direct mode. A row whose
+plan fails gets -1 throughout, or the call raises; either way the reason is counted and named.
+
+Then the plans' staged rows are released. What to know about that:
+
+- Nothing is released when the call raises; it can be made again.
+- A row that fell back to -1 is settled, and releases its staged rows as well: nothing staged outlives
+  its row. The exception is a plan that is not for this row (`canonical_length_mismatch`).
+- A plan can be executed once. Where several ranks need the routes of one row, all but the last pass
+  `release=False`, or all do and one calls `release_route_plans` behind a barrier.
+- A clear that fails is reported (`RouteReport.unreleased`), not raised: the routes are right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NoReturn
+
+import numpy as np
+
+from rollout_reassembler.contract.errors import ContractError, DataPlaneError
+from rollout_reassembler.data_plane.base import DataPlaneClient, Tags
+from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG, InvalidRoutePlan, RoutePlan, decode_route_plan
+from rollout_reassembler.reassembly.routes import (
+    ModelShape,
+    RouteFailure,
+    RowRoutes,
+    assemble_group,
+    missing_token_count,
+    sentinel_routes,
+)
+from rollout_reassembler.staging.source import StagingSource
+
+OnFailure = Literal["sentinel", "raise"]
+
+Outcome = RowRoutes | ContractError | None
+"""A row's routes, why it has none, or `None` where there was nothing to tell them from."""
+
+
+@dataclass(frozen=True)
+class RouteReport:
+    """What became of the routes of a batch's rows.
+
+    `failures` counts failed rows by reason, `failed_rows` says by sample id what was wrong.
+    `rows_without_routes` had nothing to tell routes from: placeholders, calls staged without any.
+    `unreleased` are the staged rows that still lie there.
+    """
+
+    rows: int
+    tokens: int
+    sentinel_tokens: int
+    rows_without_routes: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    failed_rows: dict[str, str] = field(default_factory=dict)
+    unreleased: tuple[str, ...] = ()
+    release_error: str | None = None
+
+    @property
+    def sentinel_fraction(self) -> float:
+        """The share of tokens without a route; 0 for a batch without tokens."""
+        return self.sentinel_tokens / self.tokens if self.tokens else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """The report as plain numbers by name."""
+        counts = {f"router_replay/failure_reason_{code}_count": float(n) for code, n in self.failures.items()}
+        return counts | {
+            "router_replay/rows": float(self.rows),
+            "router_replay/rows_without_routes": float(self.rows_without_routes),
+            "router_replay/failed_rows": float(len(self.failed_rows)),
+            "router_replay/sentinel_token_fraction": self.sentinel_fraction,
+            "router_replay/unreleased_keys": float(len(self.unreleased)),
+        }
+
+
+def execute_route_plans(
+    client: DataPlaneClient,
+    sample_ids: Sequence[str],
+    lengths: Sequence[int],
+    tags: Sequence[Tags | None],
+    *,
+    model_shape: ModelShape,
+    on_failure: OnFailure = "sentinel",
+    release: bool = True,
+) -> tuple[list[RowRoutes], RouteReport]:
+    """The routes of deferred rows, each int16 `[T, L, K]`, and what became of them.
+
+    `sample_ids`, `lengths` (each row's T) and `tags` are parallel. With `on_failure="raise"` the
+    first failed row raises `RouteFailure` under its code; a failing data plane always raises `DataPlaneError`.
+    """
+    plans: dict[int, RoutePlan] = {}
+    outcomes: list[Outcome] = [None] * len(sample_ids)
+    for place, row_tags in enumerate(tags):
+        encoded = (row_tags or {}).get(ROUTE_PLAN_TAG)
+        if encoded is None:
+            continue
+        try:
+            plans[place] = decode_route_plan(encoded)
+        except InvalidRoutePlan as error:
+            outcomes[place] = error
+    for partition in {plan.staging_partition for plan in plans.values()}:
+        places = [place for place, plan in plans.items() if plan.staging_partition == partition]
+        executed = assemble_group(
+            StagingSource(client, staging_partition=partition),
+            [plans[place] for place in places],
+            model_shape=model_shape,
+            canonical_lengths=[lengths[place] for place in places],
+        )
+        for place, outcome in zip(places, executed, strict=True):
+            outcomes[place] = outcome
+    routes, report = settle_routes(sample_ids, lengths, outcomes, model_shape=model_shape, on_failure=on_failure)
+    if not release:
+        return routes, report
+    strangers = [plan for place, plan in plans.items() if _is_of_another_row(outcomes[place])]
+    unreleased, release_error = release_route_plans(client, [plan for plan in plans.values() if plan not in strangers])
+    kept = [key for plan in strangers for key in plan.cleanup_staging_keys]
+    return routes, replace(report, unreleased=(*kept, *unreleased), release_error=release_error)
+
+
+def settle_routes(
+    sample_ids: Sequence[str],
+    lengths: Sequence[int],
+    outcomes: Sequence[Outcome],
+    *,
+    model_shape: ModelShape,
+    on_failure: OnFailure,
+) -> tuple[list[RowRoutes], RouteReport]:
+    """Routes for every row, `[T, L, K]` of the model's shape: as they came, or -1 throughout.
+
+    A row of `[T, 0, 0]` and one without an outcome (`None`) know no routes. A row of another length
+    or `(L, K)` fails like one that came as an error.
+    """
+    routes: list[RowRoutes] = []
+    failed: dict[str, ContractError] = {}
+    without = 0
+    for sample_id, length, outcome in zip(sample_ids, lengths, outcomes, strict=True):
+        checked = _checked(outcome, length, model_shape)
+        if isinstance(checked, ContractError):
+            failed[sample_id] = checked
+        without += checked is None
+        routes.append(checked if isinstance(checked, np.ndarray) else sentinel_routes(length, model_shape))
+    if failed and on_failure == "raise":
+        _raise_first(failed)
+    return routes, RouteReport(
+        rows=len(routes),
+        tokens=sum(lengths),
+        sentinel_tokens=sum(map(missing_token_count, routes)),
+        rows_without_routes=without,
+        failures=dict(Counter(error.code for error in failed.values())),
+        failed_rows={sample_id: str(error) for sample_id, error in failed.items()},
+    )
+
+
+def release_route_plans(client: DataPlaneClient, plans: Sequence[RoutePlan]) -> tuple[tuple[str, ...], str | None]:
+    """Clear the staged rows of executed plans. Returns the keys whose clear failed, and the first error."""
+    unreleased: list[str] = []
+    first_error: str | None = None
+    for partition in {plan.staging_partition for plan in plans}:
+        keys = [key for plan in plans if plan.staging_partition == partition for key in plan.cleanup_staging_keys]
+        try:
+            client.clear_samples(keys, partition)
+        except DataPlaneError as error:
+            unreleased.extend(keys)
+            first_error = first_error or str(error)
+    return tuple(unreleased), first_error
+
+
+def _checked(outcome: Outcome, length: int, model_shape: ModelShape) -> Outcome:
+    """The outcome, or a failure where its routes are not `[length, *model_shape]`; `None` where it knows none."""
+    if not isinstance(outcome, np.ndarray):
+        return outcome
+    if len(outcome) != length:
+        return RouteFailure(f"{len(outcome)} route rows for {length} tokens", code="assembled_length_mismatch")
+    if not outcome.size:
+        return None
+    if outcome.shape[1:] != model_shape:
+        found = f"{outcome.shape[1]} layers of {outcome.shape[2]} experts"
+        return RouteFailure(f"routes of {found}; the model has {model_shape}", code="fragment_model_shape")
+    return outcome
+
+
+def _raise_first(failed: dict[str, ContractError]) -> NoReturn:
+    (sample_id, error), *others = failed.items()
+    more = f" (and {len(others)} more rows)" if others else ""
+    raise RouteFailure(f"row {sample_id!r}: {error.detail}{more}", code=error.code) from error
+
+
+def _is_of_another_row(outcome: Outcome) -> bool:
+    return isinstance(outcome, ContractError) and outcome.code == "canonical_length_mismatch"

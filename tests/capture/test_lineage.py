@@ -1,0 +1,199 @@
+"""Whose child a request is, from the messages alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollout_reassembler.capture.fingerprint import conversation_fingerprint
+from rollout_reassembler.capture.lineage import InvalidLedger, RecordedRow, Request, RolloutIndex, parse_row
+from rollout_reassembler.contract.records import CallRecord
+from tests.capture.world import World, assistant, user
+
+
+def test_a_next_prompt_extends_the_longest_of_several_calls(world: World) -> None:
+    # [1,2]|[3,4], [1..5]|[6] and a retry [1,2]|[3..7]: the prompt [1..8] extends the retry.
+    first = world.call([user("q")], "a", prompt=[1, 2], generated=[3, 4])
+    second = world.call([*first.messages, user("t")], "b", carry=[5], generated=[6])
+    retry = world.call([user("q")], "a long answer", prompt=[1, 2], generated=[3, 4, 5, 6, 7])
+    after_retry = world.call([*retry.messages, user("t")], "c", carry=[8], generated=[9])
+    after_second = world.call([*second.messages, user("t")], "c", carry=[8], generated=[9])
+    assert after_retry.admission.parent_call_id == retry.id
+    assert after_second.admission.parent_call_id == second.id
+    assert (after_retry.admission.prev_len, after_second.admission.prev_len) == (7, 6)
+    assert world.staged(after_retry).token_ids_delta.tolist() == [8, 9]
+
+
+def test_three_turns_are_one_chain_of_three_calls(world: World) -> None:
+    a = world.call([user("q")], "a", prompt=[1], generated=[2])
+    b = world.call([*a.messages, user("t")], "b", carry=[3], generated=[4])
+    c = world.call([*b.messages, user("t")], "c", carry=[5], generated=[6])
+    assert [x.admission.resolution for x in (a, b, c)] == ["root", "resolved", "resolved"]
+    assert c.admission.staging_chain == tuple(f"r/{x.id}" for x in (a, b))
+    assert [x.coords.cum_len for x in (a, b, c)] == [2, 4, 6]
+    receipt = world.receipt()
+    assert (receipt.terminal_model_call_id, receipt.capture_poisoned) == (c.id, False)
+
+
+def test_interleaved_agents_in_one_ledger_are_two_chains(world: World) -> None:
+    a1 = world.call([user("agent A")], "a1")
+    b1 = world.call([user("agent B")], "b1")
+    a2 = world.call([*a1.messages, user("go on")], "a2")
+    b2 = world.call([*b1.messages, user("go on")], "b2")
+    parents = [x.admission.parent_call_id for x in (a1, b1, a2, b2)]
+    assert parents == [None, None, a1.id, b1.id]
+
+
+def test_a_call_sent_again_with_identical_messages_is_a_sibling_and_both_stay(world: World) -> None:
+    a = world.call([user("q")], "a")
+    b = world.call([*a.messages, user("t")], "b", generated=[60])
+    again = world.call([*a.messages, user("t")], "b again", generated=[61])
+    assert again.admission.parent_call_id == b.admission.parent_call_id == a.id
+    assert [r.model_call_id for r in world.ledger.read("r").records] == [a.id, b.id, again.id]
+
+
+def test_a_call_that_generated_nothing_is_never_a_parent_of_the_call_sent_again(world: World) -> None:
+    a = world.call([user("q")], "a")
+    empty = world.call([*a.messages, user("t")], "", generated=[])
+    again = world.call([*a.messages, user("t")], "b")
+    after_empty = world.call([*empty.messages, user("please answer")], "c")
+    assert again.admission.parent_call_id == a.id
+    assert after_empty.admission.parent_call_id == a.id
+    assert world.ledger.read("r").empty_calls == {empty.id}
+    assert not world.ledger.read("r").failures
+
+
+def test_a_one_token_answer_is_a_parent_although_it_says_nothing(world: World) -> None:
+    eos = world.call([user("q")], "", generated=[2])
+    assert world.call([*eos.messages, user("well?")], "b").admission.parent_call_id == eos.id
+
+
+def test_the_first_turn_sent_again_after_later_turns_is_a_new_root(world: World) -> None:
+    a = world.call([user("q")], "a")
+    world.call([*a.messages, user("t")], "b")
+    again = world.call([user("q")], "a, differently", generated=[60])
+    assert again.admission.resolution == "root"
+    assert not world.receipt().capture_poisoned
+
+
+def test_a_first_turn_with_examples_in_it_is_a_root_each_time_it_is_sent(world: World) -> None:
+    examples = [user("2+2"), assistant("4")]
+    first = world.call([*examples, user("3+3")], "6")
+    world.call([*first.messages, user("and 1+1?")], "2")
+    again = world.call([*examples, user("3+3")], "6!", generated=[60])
+    other = world.call([*examples, user("5+5")], "10")
+    assert [x.admission.resolution for x in (first, again, other)] == ["root"] * 3
+
+
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        lambda m: [m[0], assistant("an edited answer"), *m[2:]],
+        lambda m: [m[0], m[1], m[2], assistant("not what b said"), user("t")],
+        lambda m: [user("a summary so far"), assistant("it went well"), user("t")],
+    ],
+    ids=["first answer edited", "later answer edited", "history summarised"],
+)
+def test_a_rewritten_history_is_unresolved_and_poisons(world: World, rewrite: Any) -> None:
+    a = world.call([user("q")], "a")
+    b = world.call([*a.messages, user("t")], "b")
+    rewritten = world.call(rewrite([*b.messages, user("t")]), "c")
+    assert rewritten.admission.resolution == "unresolved"
+    assert rewritten.coords.disposition == "capture_failed"
+    receipt = world.receipt()
+    assert receipt.capture_poisoned
+    assert "unresolved_parent: no_match" in (receipt.failure_reason or "")
+
+
+def test_two_equal_answers_with_other_tokens_leave_the_next_request_unresolved(world: World) -> None:
+    a = world.call([user("q")], "same words", generated=[50, 51])
+    world.call([user("q")], "same words", generated=[52])
+    unresolved = world.call([*a.messages, user("t")], "b")
+    assert unresolved.admission.resolution == "unresolved"
+    assert "ambiguous" in (unresolved.admission.unresolved_reason or "")
+    assert world.receipt().capture_poisoned
+
+
+def test_two_equal_answers_with_the_same_tokens_are_interchangeable(world: World) -> None:
+    a = world.call([user("q")], "same words")
+    world.call([user("q")], "same words")
+    assert world.call([*a.messages, user("t")], "b").admission.parent_call_id == a.id
+
+
+def test_of_two_equal_answers_the_one_that_was_continued_is_continued_again(world: World) -> None:
+    a = world.call([user("q")], "same words", generated=[50])
+    world.call([*a.messages, user("t")], "b")
+    world.call([user("q")], "same words", generated=[51])
+    assert world.call([*a.messages, user("another")], "c").admission.parent_call_id == a.id
+
+
+def test_a_history_that_cannot_be_read_is_unresolved(world: World) -> None:
+    admission = world.ledger.admit("r", [{"role": "user", "content": object()}])
+    assert admission.resolution == "unresolved"
+    assert world.receipt().capture_poisoned
+
+
+def test_fingerprints_of_another_version_match_nothing(world: World) -> None:
+    a = world.call([user("q")], "a")
+    assert a.record is not None
+    index = RolloutIndex()
+    index.add(RecordedRow(record=a.record.model_copy(update={"fingerprint_version": 2}), generation_len=2))
+    assert index.resolve(Request.of([*a.messages, user("t")])).resolution == "root"  # nothing admitted yet
+
+
+def test_a_row_of_unknown_kind_is_refused_rather_than_skipped() -> None:
+    with pytest.raises(InvalidLedger):
+        parse_row({"kind": "amended", "model_call_id": "c"})
+
+
+@st.composite
+def _rollouts(draw: st.DrawFn) -> list[tuple[int, str, str]]:
+    """Calls as (index of the earlier call to continue, or -1, what is asked, what is answered)."""
+    words = st.sampled_from(["x", "y", "z"])
+    calls: list[tuple[int, str, str]] = []
+    for at in range(draw(st.integers(1, 12))):
+        calls.append((draw(st.integers(-1, at - 1)), draw(words), f"answer {at}"))
+    return calls
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rollout=_rollouts())
+def test_every_continuation_finds_the_call_it_continues(
+    tmp_path_factory: pytest.TempPathFactory, rollout: list[tuple[int, str, str]]
+) -> None:
+    world = World(tmp_path_factory.mktemp("ledger"))
+    made = []
+    for parent, asked, answer in rollout:
+        history = made[parent].messages if parent >= 0 else []
+        made.append(world.call([*history, user(asked)], answer, generated=[60 + len(made)]))
+    for exchange, (parent, _, _) in zip(made, rollout, strict=True):
+        assert exchange.admission.parent_call_id == (made[parent].id if parent >= 0 else None)
+        assert exchange.coords.disposition == "staged"
+
+
+def test_lookup_is_one_dictionary_access_a_prefix() -> None:
+    messages = [user(str(n)) if n % 2 == 0 else assistant(str(n)) for n in range(2_000)]
+    request = Request.of([*messages, user("next")])
+    index = RolloutIndex()
+    record = CallRecord(
+        model_call_id="c",
+        prev_len=0,
+        delta_len=1,
+        cum_len=1,
+        weight_version=0,
+        digest="0" * 64,
+        extras_digest="0" * 64,
+        chain_hash="0" * 64,
+        cumulative_hash="0" * 64,
+        staging_key="r/c",
+        mode="text",
+        response_id="x",
+        continuation_fingerprint=conversation_fingerprint(messages),
+        fingerprint_version=1,
+    )
+    index.add(RecordedRow(record=record, generation_len=1))
+    assert index.resolve(request).parent == record
+    assert len(request.prefixes) == len(messages) + 2

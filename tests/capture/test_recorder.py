@@ -1,0 +1,312 @@
+"""From an engine's answer to a staged call: exact, stamped at admission, and never at the answer's cost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_reassembler.capture import CallClosed, CallRecorder, CaptureAdmission
+from rollout_reassembler.contract.errors import DataPlaneTimeout, StagedRowsMissing
+from rollout_reassembler.contract.records import StagedCall, StageResult
+from tests.capture.world import World, user
+
+ROOT = CaptureAdmission(rollout_id="r", model_call_id="a", resolution="root")
+
+
+class ListSink:
+    """Keeps what is staged, or refuses it."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self.error = error
+        self.staged: list[StagedCall] = []
+
+    def stage(self, record: StagedCall, /) -> StageResult:
+        if self.error is not None:
+            return StageResult(ok=False, error=self.error)
+        self.staged.append(record)
+        return StageResult(ok=True, staging_key=record.staging_key)
+
+
+class BrokenSource:
+    def fetch(self, keys: list[str], /) -> list[StagedCall]:
+        raise DataPlaneTimeout("no answer", call="get_samples", keys=keys, seconds=30.0)
+
+
+class ListSource:
+    def __init__(self, calls: list[StagedCall]) -> None:
+        self.calls = calls
+
+    def fetch(self, keys: list[str], /) -> list[StagedCall]:
+        return self.calls
+
+
+def _child_of(parent: StagedCall) -> CaptureAdmission:
+    return CaptureAdmission(
+        rollout_id="r",
+        model_call_id="b",
+        resolution="resolved",
+        parent_call_id=parent.model_call_id,
+        prev_len=parent.cum_len,
+        parent_chain_hash=parent.chain_hash,
+        staging_chain=(parent.staging_key,),
+    )
+
+
+def _recorder(sink: ListSink, **settings: Any) -> CallRecorder:
+    return CallRecorder(sink, weight_version=lambda: 7, **settings)
+
+
+def _root(sink: ListSink, recorder: CallRecorder) -> StagedCall:
+    recorder.complete_call(recorder.begin_call(ROOT), [1, 2], [3], [-0.5])
+    return sink.staged[-1]
+
+
+def test_a_call_is_its_carry_and_then_its_generation() -> None:
+    sink = ListSink()
+    recorder = _recorder(sink)
+    _root(sink, recorder)
+    call = recorder.begin_call(_child_of(sink.staged[0]))
+    assert call.prefix_token_ids.tolist() == [1, 2, 3]
+    coords = recorder.complete_call(call, [1, 2, 3, 4], [5, 6], [-0.25, -0.75], {"note": "kept"})
+    staged = sink.staged[1]
+    assert staged.token_ids_delta.tolist() == [4, 5, 6]
+    assert staged.token_mask_delta.tolist() == [0.0, 1.0, 1.0]
+    assert staged.generation_log_probs_delta.tolist() == [0.0, -0.25, -0.75]
+    assert staged.extras == {"note": "kept"}
+    assert (coords.prev_len, coords.delta_len, coords.cum_len, coords.generation_len) == (3, 3, 6, 2)
+    assert (coords.digest, coords.chain_hash) == (staged.digest, staged.chain_hash)
+
+
+def test_lists_and_arrays_of_any_integer_width_stage_the_same_call() -> None:
+    sink = ListSink()
+    recorder = _recorder(sink)
+    recorder.complete_call(recorder.begin_call(ROOT), [1, 2], [3], [-0.5])
+    recorder.complete_call(
+        recorder.begin_call(ROOT), np.array([1, 2], np.int32), np.array([3], np.uint16), np.array([-0.5], np.float64)
+    )
+    assert sink.staged[0] == sink.staged[1]
+
+
+def test_a_call_begun_at_version_7_and_answered_at_8_is_stamped_7(world: World) -> None:
+    admission = world.ledger.admit("r", [user("q")])
+    call = world.recorder.begin_call(admission)
+    world.version = 8
+    coords = world.recorder.complete_call(call, [1, 2], [3], [-0.5])
+    assert coords.weight_version == 7
+
+
+def test_a_one_token_completion_is_staged() -> None:
+    sink = ListSink()
+    recorder = _recorder(sink)
+    coords = recorder.complete_call(recorder.begin_call(ROOT), [1, 2], [2], [-0.1])
+    assert (coords.disposition, coords.generation_len, coords.delta_len) == ("staged", 1, 3)
+
+
+def test_a_completion_of_length_0_is_staged_with_nothing_to_train() -> None:
+    sink = ListSink()
+    recorder = _recorder(sink)
+    coords = recorder.complete_call(recorder.begin_call(ROOT), [1, 2], [], [])
+    assert (coords.disposition, coords.generation_len) == ("staged", 0)
+    assert not sink.staged[0].token_mask_delta.any()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "generated", "logprobs", "reason"),
+    [
+        ([1, 2], [3, 4], [-0.5], "2 tokens were sampled, with 1 log probabilities"),
+        ([1, 2], [3], [-0.5, -0.5], "1 tokens were sampled, with 2 log probabilities"),
+        ([1, 2], [3], None, "log probabilities must be a list"),
+        ([1, 2], [3], [math.nan], "log probabilities must be finite"),
+        ([1, 2], [3], [-math.inf], "log probabilities must be finite"),
+        ([1, 2], [3], [-1e300], "log probabilities must be finite"),
+        ([1, 2], [0], [], "1 tokens were sampled, with 0 log probabilities"),
+        ([1, 2], [-1], [-0.5], "non-negative"),
+        ([1, 2], [3.0], [-0.5], "token ids must be ints"),
+        (None, [3], [-0.5], "token ids must be a list"),
+        ([], [], [], "at least one token"),
+    ],
+    ids=[
+        "logprobs one short",
+        "logprobs one long",
+        "no logprobs",
+        "nan logprob",
+        "infinite logprob",
+        "logprob beyond binary32",
+        "fabricated token without a generation",
+        "negative token",
+        "float token",
+        "no prompt tokens",
+        "nothing at all",
+    ],
+)
+def test_what_cannot_be_a_call_fails_its_capture_and_stages_nothing(
+    prompt: Any, generated: Any, logprobs: Any, reason: str
+) -> None:
+    sink = ListSink()
+    recorder = _recorder(sink)
+    coords = recorder.complete_call(recorder.begin_call(ROOT), prompt, generated, logprobs)
+    assert coords.disposition == "capture_failed"
+    assert reason in (coords.failure_reason or "")
+    assert sink.staged == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([1, 9, 3, 4], "leaves the parent's sequence at 1"),
+        ([1, 3, 4], "leaves the parent's sequence at 1"),
+        ([1, 2], "has 3 tokens, the prompt only 2"),
+    ],
+    ids=["other tokens of the same length", "retokenised shorter", "truncated"],
+)
+def test_a_child_whose_prompt_does_not_start_with_its_parents_tokens_is_refused(prompt: list[int], reason: str) -> None:
+    sink = ListSink()
+    recorder = _recorder(sink)
+    child = recorder.begin_call(_child_of(_root(sink, recorder)))
+    coords = recorder.complete_call(child, prompt, [5], [-0.5])
+    assert coords.disposition == "capture_failed"
+    assert (coords.failure_reason or "").startswith("prompt_diverges: ")
+    assert reason in (coords.failure_reason or "")
+    assert len(sink.staged) == 1
+
+
+def test_extras_that_have_no_digest_fail_the_capture() -> None:
+    sink = ListSink()
+    recorder = _recorder(sink)
+    coords = recorder.complete_call(recorder.begin_call(ROOT), [1], [2], [-0.5], {"routes": np.zeros(3)})
+    assert coords.disposition == "capture_failed"
+
+
+def test_routes_and_their_boundary_pass_through_unchanged() -> None:
+    sink = ListSink()
+    recorder = _recorder(sink)
+    extras = {"routed_experts": "nrlre1:int8:1x1x2:AAE=", "routed_experts_boundary": "nrlre1:int8:1x1x2:AgM="}
+    recorder.complete_call(recorder.begin_call(ROOT), [1], [2], [-0.5], extras)
+    assert sink.staged[0].extras == extras
+
+
+def test_a_sink_that_fails_never_fails_the_answer() -> None:
+    recorder = _recorder(ListSink("the plane is gone"))
+    coords = recorder.complete_call(recorder.begin_call(ROOT), [1, 2], [3], [-0.5])
+    assert (coords.disposition, coords.failure_reason) == ("capture_failed", "staging_failed: the plane is gone")
+
+
+def test_a_plane_that_was_closed_poisons_the_rollout_and_nothing_else(world: World) -> None:
+    first = world.call([user("q")], "a", rollout_id="good")
+    world.plane.close()
+    lost = world.call([user("q")], "a", rollout_id="bad")
+    assert lost.coords.disposition == "capture_failed"
+    assert world.receipt("bad").capture_poisoned
+    assert world.receipt("good").terminal_model_call_id == first.id
+
+
+def test_a_parent_served_by_another_worker_is_read_from_staging(world: World) -> None:
+    a = world.call([user("q")], "a", prompt=[1], generated=[2])
+    b = world.call([*a.messages, user("t")], "b", carry=[3], generated=[4])
+    world.recorder = world.new_recorder()
+    c = world.call([*b.messages, user("t")], "c", carry=[5], generated=[6])
+    assert world.staged(c).prev_len == 4
+    assert world.recorder.prefix_token_ids(c.admission).tolist() == [1, 2, 3, 4]
+
+
+def test_a_sequence_that_fell_out_of_the_cache_is_read_from_staging(world: World) -> None:
+    world.recorder = world.new_recorder(max_cached_tokens=4)
+    a = world.call([user("q")], "a")
+    world.call([user("other")], "x")
+    b = world.call([*a.messages, user("t")], "b")
+    assert b.coords.disposition == "staged"
+
+
+@pytest.mark.parametrize("source", [None, BrokenSource()], ids=["no source", "a source that times out"])
+def test_a_prefix_that_cannot_be_read_fails_the_capture_of_that_call(source: Any) -> None:
+    sink = ListSink()
+    parent = _root(sink, _recorder(sink))
+    recorder = _recorder(sink, source=source)
+    call = recorder.begin_call(_child_of(parent))
+    coords = recorder.complete_call(call, [1, 2, 3, 4], [5], [-0.5])
+    assert (coords.failure_reason or "").startswith("prefix_unavailable: ")
+    with pytest.raises((StagedRowsMissing, DataPlaneTimeout)):
+        recorder.prefix_token_ids(_child_of(parent))
+
+
+def test_rows_that_are_not_the_parents_sequence_are_not_believed() -> None:
+    sink = ListSink()
+    recorder = _recorder(sink)
+    parent = _root(sink, recorder)
+    recorder.complete_call(recorder.begin_call(ROOT), [1, 2], [4], [-0.5])
+    impostor = _recorder(sink, source=ListSource([sink.staged[1]]))
+    call = impostor.begin_call(_child_of(parent))
+    assert "are not the parent's sequence" in (call.failure or "")
+
+
+def test_an_unresolved_call_is_answered_and_not_staged() -> None:
+    sink = ListSink()
+    recorder = _recorder(sink)
+    admission = CaptureAdmission(
+        rollout_id="r", model_call_id="a", resolution="unresolved", unresolved_reason="ambiguous"
+    )
+    coords = recorder.complete_call(recorder.begin_call(admission), [1], [2], [-0.5])
+    assert coords.failure_reason == "unresolved_parent: ambiguous"
+    assert sink.staged == []
+
+
+def test_misuse_raises() -> None:
+    recorder = _recorder(ListSink())
+    call = recorder.begin_call(ROOT)
+    recorder.complete_call(call, [1], [2], [-0.5])
+    with pytest.raises(CallClosed):
+        recorder.complete_call(call, [1], [2], [-0.5])
+    aborted = recorder.begin_call(ROOT)
+    recorder.abort_call(aborted)
+    with pytest.raises(CallClosed):
+        recorder.fail_call(aborted, "late")
+    with pytest.raises(ValueError, match="weight version"):
+        CallRecorder(ListSink(), weight_version=lambda: -1).begin_call(ROOT)
+
+
+def test_a_call_that_the_engine_cannot_explain_is_failed_by_hand() -> None:
+    recorder = _recorder(ListSink())
+    coords = recorder.fail_call(recorder.begin_call(ROOT), "the response carries no token ids")
+    assert (coords.disposition, coords.failure_reason) == ("capture_failed", "the response carries no token ids")
+
+
+TURN = st.tuples(st.lists(st.integers(0, 50), max_size=4), st.lists(st.integers(0, 50), min_size=1, max_size=4))
+
+
+@settings(deadline=None)
+@given(turns=st.lists(TURN, min_size=1, max_size=6), cached=st.integers(0, 20))
+def test_the_deltas_of_a_chain_are_the_last_prompt_and_generation(
+    turns: list[tuple[list[int], list[int]]], cached: int
+) -> None:
+    sink = ListSink()
+
+    class Source:
+        def fetch(self, keys: list[str], /) -> list[StagedCall]:
+            return [next(call for call in sink.staged if call.staging_key == key) for key in keys]
+
+    recorder = _recorder(sink, source=Source(), max_cached_tokens=cached)
+    so_far: list[int] = []
+    for at, (carry, generated) in enumerate(turns):
+        chain = tuple(call.staging_key for call in sink.staged)
+        parent = sink.staged[-1] if sink.staged else None
+        call = recorder.begin_call(
+            CaptureAdmission(
+                rollout_id="r",
+                model_call_id=str(at),
+                resolution="resolved" if parent else "root",
+                parent_call_id=parent.model_call_id if parent else None,
+                prev_len=parent.cum_len if parent else 0,
+                parent_chain_hash=parent.chain_hash if parent else None,
+                staging_chain=chain,
+            )
+        )
+        assert call.prefix_token_ids.tolist() == so_far
+        coords = recorder.complete_call(call, [*so_far, *carry], generated, [-1.0] * len(generated))
+        assert coords.disposition == "staged"
+        so_far += [*carry, *generated]
+    assert np.concatenate([call.token_ids_delta for call in sink.staged]).tolist() == so_far

@@ -1,0 +1,45 @@
+"""What the whole session shares: one Ray cluster and one TransferQueue, started when a test first asks for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+
+from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.config import DataPlaneConfig
+from rollout_reassembler.data_plane.factory import build_data_plane_client
+
+# Without it Ray leaves a token file in the home directory.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray with CPUs for the queue (2) and for the actors of the tests."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=10, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def queue_config() -> DataPlaneConfig:
+    """The config of the session's queue, for tests that connect from elsewhere."""
+    return DataPlaneConfig(impl="transfer_queue", backend="simple")
+
+
+@pytest.fixture(scope="session")
+def queue_plane(ray_cluster: None, queue_config: DataPlaneConfig) -> Iterator[DataPlaneClient]:
+    """The client that owns the session's queue: one controller, one storage unit. Never close it in a test."""
+    plane = build_data_plane_client(queue_config, bootstrap=True)
+    yield plane
+    plane.close()
+
+
+@pytest.fixture
+def partition_name(request: pytest.FixtureRequest) -> str:
+    """A partition id that no other test uses."""
+    return f"{request.node.name}/{uuid4().hex[:8]}"

@@ -1,0 +1,239 @@
+"""The TransferQueue plane on a real queue: the conformance suite in both kinds of cells, and the traps it avoids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_reassembler.contract.errors import DataPlaneUnavailable, RowsMissing, SchemaViolation
+from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec
+from rollout_reassembler.data_plane.config import DataPlaneConfig
+from rollout_reassembler.data_plane.factory import build_data_plane_client
+from tests.data_plane.conformance import SCHEMA, PlaneConformance, assert_same_row, columns_of, row
+
+pytestmark = pytest.mark.ray
+
+
+class TestBytesCells(PlaneConformance):
+    @pytest.fixture
+    def plane(self, queue_plane: DataPlaneClient) -> DataPlaneClient:
+        return queue_plane
+
+
+class TestTensorCells(PlaneConformance):
+    @pytest.fixture(scope="class")
+    def plane(self, queue_plane: DataPlaneClient, queue_config: DataPlaneConfig) -> Iterator[DataPlaneClient]:
+        plane = build_data_plane_client(queue_config.model_copy(update={"cells": "tensors"}), bootstrap=False)
+        yield plane
+        plane.close()
+
+
+@pytest.fixture
+def plane(queue_plane: DataPlaneClient) -> Any:
+    """The session's client, with its inside open to the test."""
+    return queue_plane
+
+
+@pytest.fixture
+def partition(plane: DataPlaneClient, partition_name: str) -> str:
+    plane.register_partition(partition_name, SCHEMA)
+    return partition_name
+
+
+@pytest.fixture
+def round_trips(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Counts the requests that leave this process for the queue; each call tells and starts anew."""
+    from transfer_queue.utils.zmq_utils import ZMQSocketPool
+
+    sent = 0
+    lease = ZMQSocketPool.lease
+
+    def counting(self: Any, peer: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        return lease(self, peer)
+
+    def since_last() -> int:
+        nonlocal sent
+        count, sent = sent, 0
+        return count
+
+    monkeypatch.setattr(ZMQSocketPool, "lease", counting)
+    return since_last
+
+
+def on_loop(plane: Any, make: Callable[[], Any]) -> Any:
+    """Await something on the loop that the plane's sockets belong to."""
+    return asyncio.run_coroutine_threadsafe(make(), plane._calls._loop).result(timeout=30)
+
+
+def numbered(plane: Any, keys: list[str], partition: str, *, create: bool = False) -> Any:
+    return on_loop(plane, lambda: plane._rows._queue.async_kv_retrieve_meta(keys, partition, create=create))
+
+
+def test_a_healthy_call_costs_no_more_than_its_steps(
+    plane: Any, partition: str, round_trips: Callable[[], int]
+) -> None:
+    keys = [f"k{index}" for index in range(8)]
+    rows = columns_of([row(index) for index in range(8)])
+    costs = {}
+    round_trips()
+    plane.put_samples(keys, partition, rows, tags=[{"x": 1}] * 8)
+    costs["put with tags"] = round_trips()
+    plane.put_samples(keys, partition, rows)
+    costs["put"] = round_trips()
+    plane.put_samples(keys, partition, tags=[{"y": 1}] * 8)
+    costs["put of tags"] = round_trips()
+    plane.get_samples(keys, partition)
+    costs["get"] = round_trips()
+    plane.get_tags(keys, partition)
+    costs["tags"] = round_trips()
+    plane.list_samples(partition)
+    costs["list"] = round_trips()
+    plane.clear_samples(keys, partition)
+    costs["clear"] = round_trips()
+    assert costs == {"put with tags": 4, "put": 3, "put of tags": 2, "get": 2, "tags": 1, "list": 1, "clear": 4}
+
+
+def test_another_client_finds_what_this_one_registered(
+    plane: Any, partition: str, queue_config: DataPlaneConfig
+) -> None:
+    other = build_data_plane_client(queue_config, bootstrap=False)
+    assert other.is_registered(partition)
+    plane.put_samples(["a"], partition, columns_of([row(1)]))
+    assert_same_row(next(other.get_samples(["a"], partition).rows())[1], row(1))
+    with pytest.raises(SchemaViolation):
+        other.register_partition(partition, {"step": FieldSpec("int32")})
+    other.close()
+    with pytest.raises(DataPlaneUnavailable, match="closed"):
+        other.get_tags(["a"], partition)
+    assert plane.get_tags(["a"], partition) == [{}]
+
+
+def test_a_second_bootstrap_connects_and_does_not_own(
+    plane: Any, partition: str, queue_config: DataPlaneConfig
+) -> None:
+    second = build_data_plane_client(queue_config, bootstrap=True)
+    second.put_samples(["a"], partition, {"step": [1]})
+    second.close()
+    assert plane.get_samples(["a"], partition, ["step"])["step"].tolist() == [1]
+
+
+def test_a_row_numbered_but_never_written_is_missing(plane: Any, partition: str) -> None:
+    """What a writer leaves that dies in the middle of its put."""
+    plane.put_samples(["good"], partition, columns_of([row(1)]))
+    numbered(plane, ["half"], partition, create=True)
+    batch = plane.get_samples(["half", "good"], partition, partial=True)
+    assert (batch.sample_ids, batch.missing) == (["good"], ["half"])
+    with pytest.raises(RowsMissing) as raised:
+        plane.get_samples(["half"], partition)
+    assert raised.value.keys == ("half",)
+    plane.put_samples(["half"], partition, columns_of([row(2)]))
+    assert_same_row(next(plane.get_samples(["half"], partition).rows())[1], row(2))
+
+
+def test_a_row_being_cleared_is_missing(plane: Any, partition: str) -> None:
+    """A clear that stopped after its first step: the row is hidden, and the same clear again ends it."""
+    plane.put_samples(["a", "b"], partition, columns_of([row(1), row(2)]))
+    meta = numbered(plane, ["a"], partition)
+    on_loop(plane, lambda: plane._rows._queue._mark_clearing_in_controller(meta))
+    assert plane.get_samples(["a", "b"], partition, partial=True).missing == ["a"]
+    plane.clear_samples(["a"], partition)
+    assert plane.list_samples(partition).keys() == {"b"}
+
+
+@pytest.mark.parametrize("lost", [["b"], ["a", "b", "c"]])
+def test_rows_whose_values_the_store_lost_are_missing(plane: Any, partition: str, lost: list[str]) -> None:
+    plane.put_samples(["a", "b", "c"], partition, columns_of([row(1), row(2), row(3)]))
+    meta = numbered(plane, lost, partition)
+    on_loop(plane, lambda: plane._rows._store.clear(meta))
+    batch = plane.get_samples(["c", "b", "a"], partition, partial=True)
+    assert batch.missing == [key for key in ["c", "b", "a"] if key in lost]
+    with pytest.raises(RowsMissing) as raised:
+        plane.get_samples(["a", "b", "c"], partition)
+    assert list(raised.value.keys) == lost
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("tokens", b""),
+        ("tokens", b"junk of some length"),
+        ("tokens", 5),
+        ("tokens", None),
+        ("tokens", "text"),
+        ("step", b"5"),
+        ("step", 2**63),
+        ("step", 1.0),
+        ("is_valid", 1),
+        ("reward", 1),
+        ("payload", "text"),
+        ("payload", None),
+    ],
+)
+def test_a_stored_value_of_another_type_makes_its_row_missing(
+    plane: Any, partition: str, column: str, value: Any
+) -> None:
+    """Another row's value, another writer's, or one from before: never cast, never passed on."""
+    plane.put_samples(["a", "b", "c"], partition, columns_of([row(1), row(2), row(3)]))
+    meta = numbered(plane, ["b"], partition)
+    on_loop(plane, lambda: plane._rows._store.put(meta, {column: [value]}))
+    batch = plane.get_samples(["c", "b", "a"], partition, partial=True)
+    assert (batch.sample_ids, batch.missing) == (["c", "a"], ["b"])
+    for (_, got), expected in zip(batch.rows(), (row(3), row(1)), strict=True):
+        assert_same_row(got, expected)
+    with pytest.raises(RowsMissing) as raised:
+        plane.get_samples(["a", "b", "c"], partition)
+    assert raised.value.keys == ("b",)
+
+
+def test_a_cell_of_another_dtype_or_rank_makes_its_row_missing(plane: Any, partition: str) -> None:
+    from rollout_reassembler.data_plane.cells import encode_cell
+
+    plane.put_samples(["a", "b"], partition, columns_of([row(1), row(2)]))
+    meta = numbered(plane, ["b"], partition)
+    for array in (np.arange(3, dtype=np.int32), np.zeros((2, 2), np.int64)):
+        on_loop(plane, lambda array=array: plane._rows._store.put(meta, {"tokens": [encode_cell(array)]}))
+        assert plane.get_samples(["a", "b"], partition, partial=True).missing == ["b"]
+
+
+def test_tensor_cells_are_what_the_queues_own_client_expects(
+    plane: Any, partition: str, queue_config: DataPlaneConfig
+) -> None:
+    writer = build_data_plane_client(queue_config.model_copy(update={"cells": "tensors"}), bootstrap=False)
+    rows = [row(index, 3 + index) for index in range(3)]
+    writer.put_samples(["a", "b", "c"], partition, columns_of(rows))
+    queue = plane._rows._queue
+    meta = numbered(plane, ["c", "a"], partition)
+    data = on_loop(plane, lambda: queue.async_get_data(meta.select_fields(["tokens", "routes", "reward", "is_valid"])))
+    for position, expected in enumerate((rows[2], rows[0])):
+        for name in ("tokens", "routes", "reward", "is_valid"):
+            got = data[name].unbind()[position].numpy()
+            assert got.dtype == expected[name].dtype
+            np.testing.assert_array_equal(got, expected[name])
+    for (_, got), expected in zip(plane.get_samples(["a", "b", "c"], partition).rows(), rows, strict=True):
+        assert_same_row(got, expected)
+    writer.close()
+
+
+def test_a_checkpoint_left_half_replaced_is_found(plane: Any, partition: str, tmp_path: Any) -> None:
+    """A crash between the two renames of a save leaves the last checkpoint under `.old`."""
+    plane.put_samples(["a"], partition, {"step": [1]})
+    plane.save_checkpoint(str(tmp_path / "ck"), metadata={"n": 1})
+    (tmp_path / "ck").rename(tmp_path / "ck.old")
+    assert plane.load_checkpoint(str(tmp_path / "ck")) == {"n": 1}
+    assert plane.get_samples(["a"], partition, ["step"])["step"].tolist() == [1]
+
+
+def test_many_rows_in_one_call(plane: Any, partition: str) -> None:
+    keys = [f"k{index}" for index in range(2000)]
+    plane.put_samples(keys, partition, {"step": np.arange(2000), "payload": [key.encode() for key in keys]})
+    batch = plane.get_samples(keys[::-1], partition, ["step", "payload"])
+    assert batch["step"].tolist() == list(range(2000))[::-1]
+    assert batch["payload"] == [key.encode() for key in keys[::-1]]
+    plane.clear_samples(None, partition)
+    assert plane.list_samples(partition) == {}
