@@ -20,7 +20,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 def ray_cluster() -> Iterator[None]:
     """A local Ray with CPUs for the queue (2) and for the actors of the tests."""
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=10, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=10, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 

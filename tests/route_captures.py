@@ -28,10 +28,12 @@ from tests.captures import STAGING, MadeRollout
 Staged = Literal["full", "dummy_last", "tail", "tail_dummy", "one_short", "too_few", "surplus", "none"]
 """What an engine's routes for a call look like in staging.
 
-`full`: a row a token, the last one -1. `dummy_last`: the last one is made up. `tail`: the generation's
-rows, its last one -1 or (`tail_dummy`) made up. `one_short`: all rows but the last, not padded. `too_few`: less than the generation.
-`surplus`: rows for the whole sequence and some more. `none`: no routes.
+- `full`: a row a token, the last one -1; `dummy_last`: the last one is made up.
+- `tail`: the generation's rows, the last one -1; `tail_dummy`: the last one is made up.
+- `one_short`: all rows but the last, not padded; `too_few`: fewer than the generation.
+- `surplus`: rows for the whole sequence and one more; `none`: no routes.
 """
+
 
 @dataclass(frozen=True)
 class Turn:

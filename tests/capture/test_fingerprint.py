@@ -49,6 +49,8 @@ def test_key_order_empty_values_and_the_form_of_text_do_not_count() -> None:
     assert same(plain, {**plain, "refusal": None, "tool_calls": [], "audio": None})
     assert same(plain, {**plain, "content": [{"type": "text", "text": "hi"}]})
     assert same(_tool_call("{}"), {**_tool_call("{}"), "content": ""})
+    call = _tool_call("{}")["tool_calls"][0]
+    assert same(_tool_call("{}"), {"role": "assistant", "tool_calls": [{**call, "index": None}]})
 
 
 def test_whitespace_and_who_speaks_count() -> None:

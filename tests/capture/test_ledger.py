@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,37 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
+@pytest.fixture
+def _eager_thread_switches() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("_eager_thread_switches")
+def test_threads_that_read_a_rollout_for_the_first_time_read_each_row_once(tmp_path: Path) -> None:
+    writer = CaptureLedger(tmp_path)
+    for n in range(30):
+        writer.fail("r", str(n))
+    for _ in range(10):
+        reader, start = CaptureLedger(tmp_path), threading.Barrier(8)
+
+        def read(_: int, reader: CaptureLedger = reader, start: threading.Barrier = start) -> int:
+            start.wait()
+            return len(reader.read("r").failures)
+
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(read, range(8))) == {30}
+
+
+def test_admission_times_of_a_rollout_rise_although_the_clock_stands_still(tmp_path: Path) -> None:
+    ledger = CaptureLedger(tmp_path, clock=lambda: 100.0)
+    times = [ledger.admit("r", [user("q")]).admitted_at or 0.0 for _ in range(3)]
+    assert times == sorted(set(times))
+    assert times[0] == 100.0
+
+
 def test_racing_admissions_of_one_id_admit_it_once(tmp_path: Path) -> None:
     ledgers = [CaptureLedger(tmp_path) for _ in range(8)]
     start = threading.Barrier(8)
@@ -266,6 +299,14 @@ def test_recording_twice_changes_nothing_and_recording_otherwise_is_a_conflict(t
     assert ledger.path_of("r").stat().st_size == size
     with pytest.raises(LedgerConflict, match="other contents"):
         ledger.record(admission, _coords(admission, token=4), **said)
+
+
+def test_a_call_that_failed_is_told_once(world: World) -> None:
+    a = world.call([user("q")], "a", logprobs=[])
+    unresolved = world.call([user("q"), assistant("edited"), user("t")], "b")
+    for exchange in (a, unresolved):
+        world.ledger.record(exchange.admission, exchange.coords, response_id="x", output=assistant("again"))
+    assert [failure.model_call_id for failure in world.ledger.read("r").failures] == [a.id, unresolved.id]
 
 
 def test_a_call_that_was_never_admitted_here_is_a_conflict(tmp_path: Path) -> None:

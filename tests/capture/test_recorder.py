@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_reassembler.capture import CallClosed, CallRecorder, CaptureAdmission
+from rollout_reassembler.capture.prefixes import PrefixCache
 from rollout_reassembler.contract.errors import DataPlaneTimeout, StagedRowsMissing
 from rollout_reassembler.contract.records import StagedCall, StageResult
 from tests.capture.world import World, user
@@ -175,10 +176,11 @@ def test_a_child_whose_prompt_does_not_start_with_its_parents_tokens_is_refused(
     assert len(sink.staged) == 1
 
 
-def test_extras_that_have_no_digest_fail_the_capture() -> None:
+@pytest.mark.parametrize("extras", [{"routes": np.zeros(3)}, ["routes"]], ids=["an array", "not a mapping"])
+def test_extras_that_have_no_digest_fail_the_capture(extras: Any) -> None:
     sink = ListSink()
     recorder = _recorder(sink)
-    coords = recorder.complete_call(recorder.begin_call(ROOT), [1], [2], [-0.5], {"routes": np.zeros(3)})
+    coords = recorder.complete_call(recorder.begin_call(ROOT), [1], [2], [-0.5], extras)
     assert coords.disposition == "capture_failed"
 
 
@@ -220,6 +222,26 @@ def test_a_sequence_that_fell_out_of_the_cache_is_read_from_staging(world: World
     world.call([user("other")], "x")
     b = world.call([*a.messages, user("t")], "b")
     assert b.coords.disposition == "staged"
+
+
+def test_a_cached_sequence_of_a_reused_call_id_is_not_taken_for_the_new_one() -> None:
+    sink = ListSink()
+    here = _recorder(sink, source=ListSource(sink.staged))
+    here.complete_call(here.begin_call(ROOT), [1, 2], [9], [-0.5])
+    sink.staged.clear()
+    parent = _root(sink, _recorder(sink))
+    assert here.begin_call(_child_of(parent)).prefix_token_ids.tolist() == [1, 2, 3]
+
+
+def test_the_cache_keeps_what_was_used_last_within_its_budget() -> None:
+    cache = PrefixCache(max_tokens=4)
+    for key in ("a", "b"):
+        cache.put(key, key, np.arange(2))
+    assert cache.get("a", "a") is not None
+    cache.put("c", "c", np.arange(2))
+    assert [cache.get(key, key) is not None for key in "abc"] == [True, False, True]
+    cache.put("too long", "too long", np.arange(5))
+    assert [cache.get(key, key) is not None for key in ("a", "c", "too long")] == [True, True, False]
 
 
 @pytest.mark.parametrize("source", [None, BrokenSource()], ids=["no source", "a source that times out"])

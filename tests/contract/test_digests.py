@@ -76,7 +76,7 @@ def test_a_float_is_taken_or_refused_as_by_the_release(value):
     }
     versions = {"schema_version": 2, "digest_version": 2, "extras_digest_version": 1}
     ours = answer(digests.staging_digest, **fields, generation_log_probs_delta=[value])
-    # Deliberate: JSON writes 1.0 as 1. The release's record takes such an int for a float, its digest function does not.
+    # Deliberate: JSON writes 1.0 as 1. The release's record takes an int for a float, its digest does not.
     stood_for = float(value) if type(value) is int else value
     theirs = answer(gym.compute_staging_digest, **fields, **versions, generation_log_probs_delta=[stood_for])
     assert ours == theirs
@@ -141,8 +141,11 @@ def test_a_strided_array_hashes_as_its_values():
 
 @pytest.mark.parametrize(
     "floats",
-    [[True], ["0"], [None], [1j], [math.nan], [math.inf], [1e39], [10**400], np.array([1]), np.array([True])]
-    + [np.array([[0.5]]), np.array([0.5], object), np.array([math.nan]), np.array([1e39]), "0.5", None, 0.5],
+    [
+        *([True], ["0"], [None], [1j], [math.nan], [math.inf], [1e39], [10**400], "0.5", None, 0.5),
+        *(np.array([1]), np.array([True]), np.array([[0.5]]), np.array([0.5], object), np.array([math.nan])),
+        np.array([1e39]),
+    ],
     ids=lambda floats: f"{type(floats).__name__}-{floats!r}"[:30],
 )
 def test_what_is_not_a_list_of_finite_floats_is_refused(floats):

@@ -127,8 +127,7 @@ class PlaneConformance:
         assert_same_row(batch["full"], row(2))
 
     def test_extremes_of_each_dtype_survive(self, plane: DataPlaneClient, partition_name: str) -> None:
-        names = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-        names += ["float16", "float32", "float64"]
+        names = ["bool", "int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64"]
         plane.register_partition(
             partition_name,
             {f"{name}_{rank}": FieldSpec(name, rank) for name in names for rank in (0, 1)},
@@ -302,7 +301,7 @@ class PlaneConformance:
     def test_a_misused_put_writes_nothing(
         self, plane: DataPlaneClient, partition: str, keys: list[str], columns: dict[str, Any]
     ) -> None:
-        with pytest.raises(ValueError):  # noqa: PT011: each says what was wrong in its own words
+        with pytest.raises(ValueError, match=r"sample id|each row once|values for \d rows|got neither"):
             plane.put_samples(keys, partition, columns)
         assert plane.list_samples(partition) == {}
 
@@ -396,7 +395,7 @@ class PlaneConformance:
         assert_same_row(next(plane.get_samples(["a"], partition).rows())[1], row(1))
 
     def test_dtypes_that_no_plane_holds_are_refused(self, plane: DataPlaneClient, partition_name: str) -> None:
-        for dtype in ("complex64", "datetime64[s]", "object", "U8"):
+        for dtype in ("complex64", "datetime64[s]", "object", "U8", "uint64"):
             with pytest.raises(SchemaViolation):
                 plane.register_partition(partition_name, {"x": FieldSpec(dtype)})
         assert not plane.is_registered(partition_name)
@@ -442,7 +441,14 @@ class PlaneConformance:
             plane.get_samples(["a"], partition_name)
 
     def test_tags_are_json_and_come_back_as_json_does(self, plane: DataPlaneClient, partition: str) -> None:
-        tags = {"text": "日本 😀", "int": 2**70, "float": 0.1, "none": None, "tuple": (1, 2), "deep": {"a": [{"b": {}}]}}
+        tags = {
+            "text": "日本 😀",
+            "int": 2**70,
+            "float": 0.1,
+            "none": None,
+            "tuple": (1, 2),
+            "deep": {"a": [{"b": {}}]},
+        }
         plane.put_samples(["a"], partition, tags=[tags])
         assert plane.get_tags(["a"], partition) == [{**tags, "tuple": [1, 2]}]
 
@@ -564,9 +570,7 @@ class PlaneConformance:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def test_a_checkpoint_brings_everything_back(
-        self, plane: DataPlaneClient, partition: str, tmp_path: Path
-    ) -> None:
+    def test_a_checkpoint_brings_everything_back(self, plane: DataPlaneClient, partition: str, tmp_path: Path) -> None:
         rows = [row(1), row(2, 0)]
         plane.put_samples(["a", "b"], partition, columns_of(rows), tags=[{"x": [1]}, {}])
         plane.put_samples(["record"], partition, tags=[{"y": 2}])

@@ -79,12 +79,14 @@ class ReassemblerPool:
         in_flight_per_actor: int = 1,
         max_pending: int = 256,
         deadline_s: float = 600.0,
+        owns_actors: bool = True,
     ) -> None:
         if not actors or in_flight_per_actor < 1 or max_pending < 1:
             raise ValueError("a pool needs at least one actor, one request in flight and one pending")
         self._seats = [_Seat(actor) for actor in actors]
         self._in_flight_per_actor = in_flight_per_actor
         self._deadline_s = deadline_s
+        self._owns_actors = owns_actors
         self._capacity = threading.BoundedSemaphore(max_pending)
         self._counters = PoolCounters()
         self._open: set[Future[FinalizedGroup]] = set()
@@ -160,8 +162,8 @@ class ReassemblerPool:
         for next_answer in tasks if ordered else asyncio.as_completed(tasks):
             yield await next_answer
 
-    def close(self, *, kill_actors: bool = True) -> None:
-        """Wait for what is in flight, refuse the rest, then end the actors. Safe to call twice."""
+    def close(self) -> None:
+        """Wait for what is in flight, refuse the rest, then end the actors that the pool owns. Safe to call twice."""
         if self._closing:
             return
         self._closing = True
@@ -170,7 +172,7 @@ class ReassemblerPool:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        if kill_actors:
+        if self._owns_actors:
             for seat in self._seats:
                 ray.kill(seat.actor)
 

@@ -148,7 +148,7 @@ class CaptureLedger:
             if call_id in index.admissions:
                 raise LedgerConflict(f"call {call_id!r} of rollout {rollout_id!r} was admitted before")
             decision = ParentDecision("unresolved", reason=unreadable) if request is None else index.resolve(request)
-            admitted_at = max(self._clock(), math.nextafter(index.last_admitted_at(), math.inf))
+            admitted_at = max(float(self._clock()), math.nextafter(index.last_admitted_at(), math.inf))
             admission = _admission(rollout_id, call_id, decision, index, admitted_at)
             rollout.append(descriptor, _admitted_row(admission, request))
         return admission

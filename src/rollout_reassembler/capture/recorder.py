@@ -27,7 +27,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ from rollout_reassembler.capture.records import (
 from rollout_reassembler.contract import digests
 from rollout_reassembler.contract.digests import Integers
 from rollout_reassembler.contract.errors import ContractError, DataPlaneError, InvalidStagedCall, StagedRowsMissing
-from rollout_reassembler.contract.records import CallRecord, StagedCall, StageResult, seal_call
+from rollout_reassembler.contract.records import StagedCall, StageResult, seal_call
 
 LOGGER = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class CallRecorder:
         result = self._sink.stage(staged)
         if not result.ok:
             return _failed(call, f"{STAGING_FAILED}: {result.error}")
-        pass
+        self._prefixes.put(staged.staging_key, staged.chain_hash, token_ids)
         return CommitCoords.of(staged, generation_len=len(generated_token_ids), key=result.staging_key)
 
     def fail_call(self, call: OpenCall, reason: str) -> CommitCoords:
@@ -205,8 +205,7 @@ def _sealed(
         token_mask_delta=np.repeat(np.array([0, 1], dtype=np.float32), [carry_len, generation_len]),
         generation_log_probs_delta=np.concatenate([np.zeros(carry_len, dtype=np.float32), sampled]),
         weight_version=call.weight_version,
-        # seal_call reads of a parent what a ParentLink holds, and nothing else.
-        parent=cast("CallRecord | None", admission.parent),
+        parent=admission.parent,
         prefix_token_ids=token_ids[:prev_len],
         extras=extras,
     )

@@ -135,6 +135,62 @@ def sweep(
     console.print(sweep_table(report))
 
 
+class BenchShape(StrEnum):
+    """The agents that a group is measured for."""
+
+    small = "small"
+    agentic = "agentic"
+    long = "long"
+
+
+@app.command()
+def bench(
+    shape: Annotated[
+        BenchShape,
+        typer.Option(
+            help="rollouts × calls; tokens of the prompt, of a tool result, of a generation. small: 8 × 4; 500, 200, "
+            "100. agentic: 8 × 30; 2000, 400, 300. long: 16 × 50; 8000, 1000, 500."
+        ),
+    ] = BenchShape.agentic,
+    plane: Annotated[
+        Plane,
+        typer.Option(
+            "--plane", "--backend", help="memory: rows in this process. simple: TransferQueue on a local Ray."
+        ),
+    ] = Plane.simple,
+    repeat: Annotated[int, typer.Option(min=1, help="Groups to measure; medians want at least 5.")] = 5,
+    reference: Annotated[
+        bool,
+        typer.Option(
+            "--reference/--no-reference",
+            help="Also measure nemo-gym's verifier over TransferQueue's own calls, on the same queue, and the ratio.",
+        ),
+    ] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file, too.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
+) -> None:
+    """Measure how fast groups are finalized on this machine, phase by phase, next to what one has today.
+
+    Both arms finalize the same rows in turn, in this process, and must publish the same. Read the ratio first: other
+    work on the machine moves the milliseconds. A quick look: `reassemble bench --shape small --plane memory`.
+    """
+    from rollout_reassembler.cli.bench.report import print_report, write_report
+    from rollout_reassembler.cli.bench.run import BenchSettings, CannotMeasure, run_bench
+    from rollout_reassembler.cli.bench.shapes import SHAPES
+
+    settings = BenchSettings(SHAPES[shape.value], plane.value, repeat=repeat, reference=reference, seed=seed)
+    try:
+        with console.status("") as status:
+            report = run_bench(settings, progress=status.update)
+        if json_file is not None:
+            write_report(report, json_file)
+    except CannotMeasure as error:
+        raise complain(str(error)) from None
+    except OSError as error:
+        raise complain(f"{json_file}: can't be written ({error.strerror})") from None
+    print_report(report, console)
+
+
 @app.command()
 def doctor() -> None:
     """Say whether this machine can run all of it: one line a requirement, with the fix. Exit code 1 if not."""

@@ -75,7 +75,9 @@ def _hold(found: int, bound: int, bound_name: str, what: str) -> None:
 def _summary(error: ValidationError) -> str:
     """The first few faults of a receipt; never its contents, which may be large."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
-    places = ["".join(f".{step}" for step in fault["loc"])[1:] or "receipt" for fault in found[:_ERRORS_SHOWN]]
-    lines = [f"{place:.200}: {fault['msg']:.400}" for place, fault in zip(places, found, strict=False)]
+    lines = []
+    for fault in found[:_ERRORS_SHOWN]:
+        place = ".".join(map(str, fault["loc"])) or "receipt"
+        lines.append(f"{place:.200}: {fault['msg']:.400}")
     more = f" (and {len(found) - _ERRORS_SHOWN} more)" if len(found) > _ERRORS_SHOWN else ""
     return "; ".join(lines) + more

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     PlainSerializer,
     PrivateAttr,
@@ -33,6 +34,7 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     StrictStr,
+    ValidationError,
     model_validator,
 )
 
@@ -193,6 +195,17 @@ class StagedCall(_CallFields):
         return hash(self.digest)
 
 
+class ParentCall(Protocol):
+    """What a child is sealed behind: a `StagedCall`, its `CallRecord`, or any record with these three."""
+
+    @property
+    def model_call_id(self) -> str: ...
+    @property
+    def cum_len(self) -> int: ...
+    @property
+    def chain_hash(self) -> str: ...
+
+
 def seal_call(
     *,
     rollout_id: str,
@@ -201,7 +214,7 @@ def seal_call(
     token_mask_delta: Floats,
     generation_log_probs_delta: Floats,
     weight_version: int,
-    parent: StagedCall | CallRecord | None = None,
+    parent: ParentCall | None = None,
     prefix_token_ids: Integers | None = None,
     extras: Mapping[str, Any] | None = None,
 ) -> StagedCall:
@@ -215,7 +228,6 @@ def seal_call(
     prev_len = parent.cum_len if parent is not None else 0
     if len(prefix) != prev_len:
         raise InvalidStagedCall(f"the parent's sequence has {prev_len} tokens, the prefix given {len(prefix)}")
-    extras_digest = digests.extras_digest(extras)
     fields: dict[str, Any] = {
         "rollout_id": rollout_id,
         "model_call_id": model_call_id,
@@ -228,7 +240,7 @@ def seal_call(
         "token_ids_delta": ids,
         "token_mask_delta": digests.as_floats(token_mask_delta, "token mask"),
         "generation_log_probs_delta": digests.as_floats(generation_log_probs_delta, "log probabilities"),
-        "extras_digest": extras_digest,
+        "extras_digest": digests.extras_digest(extras),
         "chain_hash": digests.chain_hash(parent.chain_hash if parent is not None else None, ids),
         "cumulative_hash": digests.cumulative_hash(np.concatenate([prefix, ids])),
     }
@@ -238,8 +250,8 @@ def seal_call(
             extras=dict(extras) if extras is not None else None,
             digest=digests.staging_digest(**fields),
         )
-    except ValueError as error:
-        raise InvalidStagedCall(str(error)) from error
+    except ValidationError as error:
+        raise InvalidStagedCall("; ".join(fault["msg"] for fault in error.errors(include_input=False))) from error
 
 
 class CallRecord(_CallFields):
@@ -290,7 +302,7 @@ class RolloutReceipt(_WireRecord):
     rollout_id: Identifier
     reward: float | None = None
     terminal_model_call_id: Identifier | None = None
-    manifest: list[CallRecord] = Field(default_factory=list)
+    manifest: Annotated[list[CallRecord], FailFast()] = Field(default_factory=list)
     capture_poisoned: bool = False
     failure_reason: Reason | None = None
     terminal_selection: TerminalMethod | None = None

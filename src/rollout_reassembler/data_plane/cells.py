@@ -22,11 +22,11 @@ from rollout_reassembler.data_plane.base import FieldSpec
 _MAGIC = b"RRc1"
 _PREFIX = struct.Struct("<4sBB2x")
 
-DTYPES = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64"),
-)
-"""Every dtype a column may have. A dtype's place in here is its code on the wire: only ever append."""
+DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "float16", "float32", "float64")
+"""Every dtype a column may have: those that numpy, torch and a torch pickle all know (wider unsigned ones are not).
+
+A dtype's place in here is its code on the wire: only ever append.
+"""
 
 _CODES = {name: code for code, name in enumerate(DTYPES)}
 

@@ -64,6 +64,9 @@ FAILURE_CODES = (
 )
 
 
+_UNREAD = frozenset({"missing_fragment", "fragment_integrity"})
+
+
 class RouteFailure(ContractError):
     """A plan that could not be executed; `code` is one of `FAILURE_CODES`."""
 
@@ -110,16 +113,17 @@ def assemble_group(
     """Execute the plans of a group: for each its routes, or why there are none. One read for all.
 
     Without `model_shape` most rows decide which `(L, K)` the group has, and the others fail with
-    `fragment_model_shape`. A row without any fragment takes the group's shape. A `DataPlaneError` is raised.
+    `fragment_model_shape`. A row without any fragment takes the group's shape. Fragments that are
+    missing or another's may be the plane's passing fault, so they are read once more. A
+    `DataPlaneError` is raised.
     """
-    fragments = read_fragments(source, plans)
     lengths = canonical_lengths if canonical_lengths is not None else [None] * len(plans)
-    outcomes: list[RowRoutes | RouteFailure] = []
-    for plan, length in zip(plans, lengths, strict=True):
-        try:
-            outcomes.append(_assemble(plan, lambda key: fragments.pop(key, None), model_shape, length))
-        except RouteFailure as failure:
-            outcomes.append(failure)
+    outcomes = _execute(source, plans, lengths, model_shape)
+    unread = [at for at, outcome in enumerate(outcomes) if getattr(outcome, "code", None) in _UNREAD]
+    if unread:
+        again = _execute(source, [plans[at] for at in unread], [lengths[at] for at in unread], model_shape)
+        for at, outcome in zip(unread, again, strict=True):
+            outcomes[at] = outcome
     return outcomes if model_shape else _agree(outcomes)
 
 
@@ -133,6 +137,23 @@ def missing_token_count(routes: RowRoutes) -> int:
     if not routes.size:
         return len(routes)
     return int(np.count_nonzero(routes.reshape(len(routes), -1).max(axis=1) == MISSING_ROUTE))
+
+
+def _execute(
+    source: StagingSource,
+    plans: Sequence[RoutePlan],
+    lengths: Sequence[int | None],
+    model_shape: ModelShape | None,
+) -> list[RowRoutes | RouteFailure]:
+    """One read, then plan after plan; a fragment's bytes are given back as it is opened."""
+    fragments = read_fragments(source, plans)
+    outcomes: list[RowRoutes | RouteFailure] = []
+    for plan, length in zip(plans, lengths, strict=True):
+        try:
+            outcomes.append(_assemble(plan, lambda key: fragments.pop(key, None), model_shape, length))
+        except RouteFailure as failure:
+            outcomes.append(failure)
+    return outcomes
 
 
 def _assemble(
@@ -195,10 +216,11 @@ def _decoded(span: RouteSpan, payload: RoutesPayload) -> Routes:
 
 
 def _check_model_shape(span: RouteSpan, fragment: _Fragment, model_shape: ModelShape | None) -> None:
-    expected = model_shape or fragment.model_shape
+    layers, topk = model_shape or fragment.model_shape
     for rows in (fragment.rows, fragment.boundary):
-        if rows is not None and rows.shape[1:] != expected:
-            raise _failure("fragment_model_shape", _other_shape(repr(span.staging_key), rows.shape[1:], expected))
+        if rows is not None and rows.shape[1:] != (layers, topk):
+            found = _other_shape(repr(span.staging_key), rows.shape[1:], (layers, topk))
+            raise _failure("fragment_model_shape", found)
 
 
 def _place(row: RowRoutes, start: int, span: RouteSpan, fragment: _Fragment) -> None:

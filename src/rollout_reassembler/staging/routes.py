@@ -70,16 +70,22 @@ def _texts(encoded: bytes) -> dict[str, memoryview] | None:
     at, last = 1 + _U64.size, ""
     try:
         for _ in range(_U64.unpack_from(encoded, 1)[0]):
-            key_end = at + _U64.size + _U64.unpack_from(encoded, at)[0]
-            if encoded[key_end : key_end + 1] != b"S":
+            key_at, key_end = _bounds(encoded, at)
+            key = encoded[key_at:key_end].decode()
+            if encoded[key_end : key_end + 1] != b"S" or (texts and key <= last):
                 return None
-            text_at = key_end + 1 + _U64.size
-            key = encoded[at + _U64.size : key_end].decode()
-            if texts and key <= last:
-                return None
-            last = key
-            at = text_at + _U64.unpack_from(encoded, key_end + 1)[0]
+            text_at, at = _bounds(encoded, key_end + 1)
             texts[key] = view[text_at:at]
+            last = key
     except (struct.error, UnicodeDecodeError):
         return None
     return texts if at == len(encoded) else None
+
+
+def _bounds(encoded: bytes, at: int) -> tuple[int, int]:
+    """Where the text whose length stands at `at` begins and ends."""
+    start = at + _U64.size
+    end = start + int(_U64.unpack_from(encoded, at)[0])
+    if end > len(encoded):
+        raise struct.error(f"a text of {end - start} bytes in {len(encoded)}")
+    return start, end

@@ -22,6 +22,7 @@ Then the plans' staged rows are released. What to know about that:
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -53,7 +54,7 @@ class RouteReport:
     """What became of the routes of a batch's rows.
 
     `failures` counts failed rows by reason, `failed_rows` says by sample id what was wrong.
-    `rows_without_routes` had nothing to tell routes from: placeholders, calls staged without any.
+    `rows_without_routes` did not fail and have none: placeholders, calls staged without any.
     `unreleased` are the staged rows that still lie there.
     """
 
@@ -98,33 +99,10 @@ def execute_route_plans(
     `sample_ids`, `lengths` (each row's T) and `tags` are parallel. With `on_failure="raise"` the
     first failed row raises `RouteFailure` under its code; a failing data plane always raises `DataPlaneError`.
     """
-    plans: dict[int, RoutePlan] = {}
-    outcomes: list[Outcome] = [None] * len(sample_ids)
-    for place, row_tags in enumerate(tags):
-        encoded = (row_tags or {}).get(ROUTE_PLAN_TAG)
-        if encoded is None:
-            continue
-        try:
-            plans[place] = decode_route_plan(encoded)
-        except InvalidRoutePlan as error:
-            outcomes[place] = error
-    for partition in {plan.staging_partition for plan in plans.values()}:
-        places = [place for place, plan in plans.items() if plan.staging_partition == partition]
-        executed = assemble_group(
-            StagingSource(client, staging_partition=partition),
-            [plans[place] for place in places],
-            model_shape=model_shape,
-            canonical_lengths=[lengths[place] for place in places],
-        )
-        for place, outcome in zip(places, executed, strict=True):
-            outcomes[place] = outcome
+    plans = [_plan(row_tags) for _, _, row_tags in zip(sample_ids, lengths, tags, strict=True)]
+    outcomes = _execute(client, plans, lengths, model_shape)
     routes, report = settle_routes(sample_ids, lengths, outcomes, model_shape=model_shape, on_failure=on_failure)
-    if not release:
-        return routes, report
-    strangers = [plan for place, plan in plans.items() if _is_of_another_row(outcomes[place])]
-    unreleased, release_error = release_route_plans(client, [plan for plan in plans.values() if plan not in strangers])
-    kept = [key for plan in strangers for key in plan.cleanup_staging_keys]
-    return routes, replace(report, unreleased=(*kept, *unreleased), release_error=release_error)
+    return routes, _release(client, plans, outcomes, report) if release else report
 
 
 def settle_routes(
@@ -142,20 +120,19 @@ def settle_routes(
     """
     routes: list[RowRoutes] = []
     failed: dict[str, ContractError] = {}
-    without = 0
     for sample_id, length, outcome in zip(sample_ids, lengths, outcomes, strict=True):
         checked = _checked(outcome, length, model_shape)
         if isinstance(checked, ContractError):
             failed[sample_id] = checked
-        without += checked is None
         routes.append(checked if isinstance(checked, np.ndarray) else sentinel_routes(length, model_shape))
     if failed and on_failure == "raise":
         _raise_first(failed)
+    missing = [missing_token_count(row) for row in routes]
     return routes, RouteReport(
         rows=len(routes),
         tokens=sum(lengths),
-        sentinel_tokens=sum(map(missing_token_count, routes)),
-        rows_without_routes=without,
+        sentinel_tokens=sum(missing),
+        rows_without_routes=sum(map(operator.eq, missing, lengths)) - len(failed),
         failures=dict(Counter(error.code for error in failed.values())),
         failed_rows={sample_id: str(error) for sample_id, error in failed.items()},
     )
@@ -175,6 +152,56 @@ def release_route_plans(client: DataPlaneClient, plans: Sequence[RoutePlan]) -> 
     return tuple(unreleased), first_error
 
 
+def _plan(tags: Tags | None) -> RoutePlan | InvalidRoutePlan | None:
+    encoded = (tags or {}).get(ROUTE_PLAN_TAG)
+    if encoded is None:
+        return None
+    try:
+        return decode_route_plan(encoded)
+    except InvalidRoutePlan as error:
+        return error
+
+
+def _execute(
+    client: DataPlaneClient,
+    plans: Sequence[RoutePlan | InvalidRoutePlan | None],
+    lengths: Sequence[int],
+    model_shape: ModelShape,
+) -> list[Outcome]:
+    """Each row's outcome; one read for all plans of a staging partition."""
+    outcomes: list[Outcome] = [plan if isinstance(plan, InvalidRoutePlan) else None for plan in plans]
+    sound = {place: plan for place, plan in enumerate(plans) if isinstance(plan, RoutePlan)}
+    for partition in {plan.staging_partition for plan in sound.values()}:
+        of_partition = {place: plan for place, plan in sound.items() if plan.staging_partition == partition}
+        executed = assemble_group(
+            StagingSource(client, staging_partition=partition),
+            list(of_partition.values()),
+            model_shape=model_shape,
+            canonical_lengths=[lengths[place] for place in of_partition],
+        )
+        for place, outcome in zip(of_partition, executed, strict=True):
+            outcomes[place] = outcome
+    return outcomes
+
+
+def _release(
+    client: DataPlaneClient,
+    plans: Sequence[RoutePlan | InvalidRoutePlan | None],
+    outcomes: Sequence[Outcome],
+    report: RouteReport,
+) -> RouteReport:
+    """Release what the rows' own plans name; the report, with the keys that stayed."""
+    own: list[RoutePlan] = []
+    kept: list[str] = []
+    for plan, outcome in zip(plans, outcomes, strict=True):
+        if isinstance(outcome, ContractError) and outcome.code == "canonical_length_mismatch":
+            kept.extend(plan.cleanup_staging_keys if isinstance(plan, RoutePlan) else ())
+        elif isinstance(plan, RoutePlan):
+            own.append(plan)
+    unreleased, release_error = release_route_plans(client, own)
+    return replace(report, unreleased=(*kept, *unreleased), release_error=release_error)
+
+
 def _checked(outcome: Outcome, length: int, model_shape: ModelShape) -> Outcome:
     """The outcome, or a failure where its routes are not `[length, *model_shape]`; `None` where it knows none."""
     if not isinstance(outcome, np.ndarray):
@@ -183,7 +210,7 @@ def _checked(outcome: Outcome, length: int, model_shape: ModelShape) -> Outcome:
         return RouteFailure(f"{len(outcome)} route rows for {length} tokens", code="assembled_length_mismatch")
     if not outcome.size:
         return None
-    if outcome.shape[1:] != model_shape:
+    if outcome.shape[1:] != tuple(model_shape):
         found = f"{outcome.shape[1]} layers of {outcome.shape[2]} experts"
         return RouteFailure(f"routes of {found}; the model has {model_shape}", code="fragment_model_shape")
     return outcome
@@ -193,7 +220,3 @@ def _raise_first(failed: dict[str, ContractError]) -> NoReturn:
     (sample_id, error), *others = failed.items()
     more = f" (and {len(others)} more rows)" if others else ""
     raise RouteFailure(f"row {sample_id!r}: {error.detail}{more}", code=error.code) from error
-
-
-def _is_of_another_row(outcome: Outcome) -> bool:
-    return isinstance(outcome, ContractError) and outcome.code == "canonical_length_mismatch"

@@ -37,15 +37,14 @@ from rollout_reassembler.contract.messages import KVBatchMeta
 from rollout_reassembler.contract.routed_experts import MISSING_ROUTE
 from rollout_reassembler.data_plane.base import DataPlaneClient, SampleBatch, Tags
 from rollout_reassembler.reassembly.routes import ModelShape, RowRoutes
+from rollout_reassembler.reassembly.rows import CANONICAL_SCHEMA, ROUTES_FIELD
 from rollout_reassembler.trainer.deferred_routes import OnFailure, RouteReport, execute_route_plans, settle_routes
 
 Layout = Literal["padded", "packed"]
 RouteMode = Literal["off", "direct", "deferred"]
 
-TOKEN_COLUMNS = ("input_ids", "token_mask", "generation_logprobs")
-SCALAR_COLUMNS = ("input_lengths", "sample_mask", "total_reward", "mask_sample", "truncated")
-PROMPT_COLUMN = "prompt_ids_for_adv"
-ROUTES_COLUMN = "routed_experts"
+_TOKEN_COLUMNS = ("input_ids", "token_mask", "generation_logprobs")
+_PROMPT_COLUMN = "prompt_ids_for_adv"
 
 
 @dataclass(frozen=True)
@@ -127,14 +126,14 @@ class _RouteReader:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (ROUTES_COLUMN,) if self.mode == "direct" else ()
+        return (ROUTES_FIELD,) if self.mode == "direct" else ()
 
     def read(self, batch: SampleBatch, lengths: list[int], tags: list[Tags]) -> tuple[list[RowRoutes], RouteReport]:
         if self.mode == "direct":
             return settle_routes(
                 batch.sample_ids,
                 lengths,
-                batch[ROUTES_COLUMN],
+                batch[ROUTES_FIELD],
                 model_shape=self.model_shape,
                 on_failure=self.on_failure,
             )
@@ -157,7 +156,7 @@ def _batches(
     layout: Layout,
     route_reader: _RouteReader | None,
 ) -> Iterator[TrainBatch]:
-    columns = [*TOKEN_COLUMNS, *SCALAR_COLUMNS, PROMPT_COLUMN, *(route_reader.columns if route_reader else ())]
+    columns = [*CANONICAL_SCHEMA, *(route_reader.columns if route_reader else ())]
     # The plane's own tags, not those of the meta: an RPC may have left the bulky ones (route plans) out.
     tags = [row_tags or {} for row_tags in client.get_tags(meta.sample_ids, meta.partition_id)]
     for start in range(0, len(meta.sample_ids), batch_size):
@@ -184,8 +183,8 @@ def _train_batch(
         total_reward=_scalars(batch["total_reward"]),
         mask_sample=_scalars(batch["mask_sample"]),
         truncated=_scalars(batch["truncated"]),
-        prompt_ids_for_adv=_tokens(batch[PROMPT_COLUMN], "padded", pad_token_id),
-        prompt_lengths=torch.tensor(list(map(len, batch[PROMPT_COLUMN])), dtype=torch.int64),
+        prompt_ids_for_adv=_tokens(batch[_PROMPT_COLUMN], "padded", pad_token_id),
+        prompt_lengths=torch.tensor(list(map(len, batch[_PROMPT_COLUMN])), dtype=torch.int64),
         routed_experts=_tokens(routes, layout, MISSING_ROUTE) if routes is not None else None,
         route_report=report,
     )
@@ -194,7 +193,7 @@ def _train_batch(
 def _checked_lengths(batch: SampleBatch) -> list[int]:
     """Each row's T. Its token columns must agree, since numpy would stretch a column of one value over all."""
     lengths = [int(length) for length in batch["input_lengths"]]
-    for name in TOKEN_COLUMNS:
+    for name in _TOKEN_COLUMNS:
         for sample_id, length, cell in zip(batch.sample_ids, lengths, batch[name], strict=True):
             if len(cell) != length:
                 detail = f"row {sample_id!r} has {len(cell)} values of {name}, its input_lengths is {length}"

@@ -9,7 +9,11 @@ The controller numbers rows with *global indexes*, and hands an index out again 
 cleared. It answers a question about keys without saying which of them it does not know, and it
 reports a column only if all rows asked for have it. So a healthy answer is one with as many rows as
 keys and with every column; for any other one `read` finds out, with more questions, which rows are
-missing. It never guesses, and never returns a row for another key.
+missing.
+
+Between two steps of one call another client may clear a row, and a third may get its index. So each
+put also writes whose row this is, into a column of our own, and each read checks it: a row that
+another one replaced is missing, never returned under the wrong key.
 """
 
 from __future__ import annotations
@@ -31,7 +35,10 @@ from rollout_reassembler.data_plane.transfer_queue.queue_errors import translate
 from rollout_reassembler.data_plane.transfer_queue.store import ValueStore
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, field_schema
 
-_READ_ATTEMPTS = 4
+_OWNER = "__owner__"
+"""The column that says whose row it is: partition and key."""
+
+_READ_ATTEMPTS = 5
 """How often a read starts over because rows were written or cleared while it ran."""
 
 
@@ -69,8 +76,9 @@ class QueueRows:
             if len(meta) != len(keys):
                 raise site.failed(f"the controller numbered {len(meta)} of {len(keys)} rows")
             if columns:
-                backend_meta = await self._store.put(meta, columns)
-                await self._announce(site, partition, meta.global_indexes, columns, backend_meta)
+                owned = {**columns, _OWNER: _owners(partition, keys)}
+                backend_meta = await self._store.put(meta, owned)
+                await self._announce(site, partition, meta.global_indexes, owned, backend_meta)
             if tags is not None:
                 await self._set_tags(partition, meta, tags)
 
@@ -82,23 +90,27 @@ class QueueRows:
         Without `partial` the answer to a read with missing rows holds no columns.
         """
         async with translated(site):
-            wanted = keys
+            wanted, suspects, owned = keys, set[str](), [*names, _OWNER]
             for _ in range(_READ_ATTEMPTS):
                 if not wanted or (len(wanted) < len(keys) and not partial):
-                    break
+                    return RowsRead([], {name: [] for name in names}, _without(keys, wanted))
                 meta = await self._queue.async_kv_retrieve_meta(wanted, partition)
-                if len(meta) < len(wanted) or not set(names) <= set(meta.field_names):
-                    wanted = await self._readable(partition, wanted, meta, names)
+                if len(meta) < len(wanted) or not set(owned) <= set(meta.field_names):
+                    wanted = await self._readable(partition, wanted, meta, owned)
                     continue
                 try:
-                    columns = await self._store.get(meta, names)
+                    columns = await self._store.get(meta, owned)
                 except KeyError:
-                    wanted = await self._held(wanted, meta, names)
+                    wanted = await self._held(wanted, meta, owned)
                     continue
-                return RowsRead(wanted, columns, _without(keys, wanted))
-            else:
-                raise site.failed("rows kept being written or cleared while they were read; read again")
-            return RowsRead([], {name: [] for name in names}, _without(keys, wanted))
+                owners = zip(wanted, columns.pop(_OWNER), _owners(partition, wanted), strict=True)
+                replaced = {key for key, owner, expected in owners if owner != expected}
+                if not replaced:
+                    return RowsRead(wanted, columns, _without(keys, wanted))
+                # Most likely cleared a moment ago: the controller is asked anew, and believed once.
+                wanted = [key for key in wanted if key not in replaced & suspects]
+                suspects |= replaced
+            raise site.failed("rows kept being written or cleared while they were read; read again")
 
     async def tags(self, site: CallSite, partition: str, keys: list[str]) -> dict[str, Tags]:
         """The tags of those keys (each named once) that are there."""
@@ -253,6 +265,10 @@ class QueueRows:
         if indexes is None or status is None:
             return 0
         return len(produced.difference(indexes[status == 1].tolist()))
+
+
+def _owners(partition: str, keys: Sequence[str]) -> list[bytes]:
+    return [f"{partition}\n{key}".encode() for key in keys]
 
 
 def _without(keys: Sequence[str], found: Sequence[str]) -> list[str]:

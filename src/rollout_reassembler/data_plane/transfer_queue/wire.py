@@ -35,7 +35,13 @@ def to_queue(column: CheckedColumn, cells: Literal["bytes", "tensors"]) -> Queue
         return list(column)
     if cells == "bytes":
         return [encode_cell(array) for array in column]
-    return [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in column]
+    return [_tensor(array) for array in column]
+
+
+def _tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    """The same memory where it may be written to. The queue cannot send numpy's strides of an empty array."""
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensor if array.size else torch.empty(array.shape, dtype=tensor.dtype)
 
 
 def field_schema(values: QueueValues, global_indexes: Sequence[int]) -> dict[str, Any]:

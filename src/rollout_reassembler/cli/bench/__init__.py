@@ -1,0 +1,15 @@
+"""`reassemble bench`: how fast groups are finalized here, next to what a user has today.
+
+shapes.py     made-up groups: how many rollouts, calls and tokens; sound digests, from a seed
+figures.py    what is measured, as it is in the JSON
+machine.py    the machine's part: facts, SHA-256, the peak of memory
+counting.py   a data-plane client that counts calls and bytes
+ours.py       the arm that is measured: this package
+reference.py  the arm that it is compared with: nemo-gym's verifier over some twenty columns a call
+staging.py    rows a second through either arm's sink
+run.py        the run: both arms in turn on the same rows and the same queue
+report.py     figures as tables
+
+Both arms finalize the same group, one after the other, group by group, so that whatever else the
+machine does meets both alike. Read ratios first, milliseconds second.
+"""

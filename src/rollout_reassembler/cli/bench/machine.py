@@ -1,0 +1,118 @@
+"""The machine's part in a figure: what it is, how fast it hashes, how much memory a group takes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+from rollout_reassembler.cli.bench.figures import HashLimit, MachineFacts
+from rollout_reassembler.cli.bench.shapes import MadeGroup
+from rollout_reassembler.contract.bounds import parse_receipt
+from rollout_reassembler.reassembly.verify import verify_and_linearize
+from rollout_reassembler.staging.codec import pack_call
+from rollout_reassembler.staging.source import prove_call
+
+HASHED_BYTES_A_TOKEN = 32
+_PACKAGES = ("rollout-reassembler", "numpy", "ray", "tensordict", "torch", "TransferQueue", "nemo-gym")
+_HASH_BUFFER = bytes(4 << 20)
+_HASH_ROUNDS = 7
+
+
+def machine_facts(sha256_gb_s: float, load_average: Sequence[float]) -> MachineFacts:
+    """What to print beside the figures."""
+    return MachineFacts(
+        cpus=len(os.sched_getaffinity(0)),
+        processor=_processor(),
+        python=platform.python_version(),
+        versions={name: found for name in _PACKAGES if (found := _version(name))},
+        load_average=[round(load, 2) for load in load_average],
+        sha256_gb_s=sha256_gb_s,
+    )
+
+
+def measure_hash_limit(group: MadeGroup) -> HashLimit:
+    """Time packed values → linearized rows against SHA-256 of one large buffer, in turns, on this thread."""
+    values = [[(call.staging_key, pack_call(call)) for call in calls] for calls in group.calls]
+    receipts = [parse_receipt(receipt) for receipt in group.receipts]
+    rates, decode_s, verify_s = [], [], []
+    for _ in range(_HASH_ROUNDS):
+        seconds = _timed(lambda: hashlib.sha256(_HASH_BUFFER).digest())
+        rates.append(len(_HASH_BUFFER) / seconds)
+        start = time.perf_counter()
+        proven = [[prove_call(key, value) for key, value in rollout] for rollout in values]
+        decoded = time.perf_counter()
+        for receipt, calls in zip(receipts, proven, strict=True):
+            verify_and_linearize(receipt, calls)
+        decode_s.append(decoded - start)
+        verify_s.append(time.perf_counter() - decoded)
+    limit = float(np.median(rates)) / HASHED_BYTES_A_TOKEN
+    tokens_per_s = group.shape.tokens / float(np.median(np.add(decode_s, verify_s)))
+    return HashLimit(
+        sha256_gb_per_s=float(np.median(rates)) / 1e9,
+        sha256_tokens_per_s=limit,
+        decode_ms=float(np.median(decode_s)) * 1e3,
+        verify_ms=float(np.median(verify_s)) * 1e3,
+        tokens_per_s=tokens_per_s,
+        fraction=tokens_per_s / limit,
+    )
+
+
+def peak_growth_bytes(work: Callable[[], object]) -> int | None:
+    """Run `work`; how far this process's resident memory rose above where it was, `None` if nobody can say.
+
+    Linux keeps the high-water mark itself and sets it back on request, so nothing has to sample.
+    What the allocator holds free is given back first, or it would hide what `work` needs.
+    """
+    gc.collect()
+    if not _reset_high_water_mark():
+        work()
+        return None
+    before = _status_bytes("VmRSS")
+    work()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _reset_high_water_mark() -> bool:
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"/proc/self/status has no {name}")
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

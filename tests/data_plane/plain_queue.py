@@ -1,0 +1,130 @@
+"""A real TransferQueue without Ray: its controller and its storage unit, a process each, for tests that kill them.
+
+    host = QueueHost()                      # imports the queue once, which takes seconds
+    queue = host.start_queue()              # forks two processes, which takes half a second
+    plane = queue.connect(deadlines)
+    queue.controller.kill()
+
+The classes are the ones that Ray would run as actors. Run as a module this file is the host: for each
+line of its standard input it forks a server, which prints where it listens. All end with their parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_reassembler.data_plane.config import DataPlaneConfig, Deadlines
+from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
+
+
+@dataclass
+class Server:
+    """One process of the queue, and where it listens."""
+
+    pid: int
+    address: dict[str, Any]
+    is_dead: bool = False
+
+    def kill(self) -> None:
+        if not self.is_dead:
+            self.is_dead = True
+            os.kill(self.pid, signal.SIGKILL)
+
+    def stall(self) -> None:
+        """Stop it without ending it: its sockets stay open, nothing answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+
+@dataclass
+class PlainQueue:
+    controller: Server
+    unit: Server
+
+    def connect(self, deadlines: Deadlines) -> TransferQueueDataPlane:
+        from rollout_reassembler.data_plane.transfer_queue.connection import connect_sockets
+
+        cfg = DataPlaneConfig(impl="transfer_queue", deadlines=deadlines)
+        controller, unit = _server_info(self.controller.address), _server_info(self.unit.address)
+        rows = connect_sockets(controller, "SimpleStorage", {"zmq_info": {"unit": unit}}, deadlines.connect)
+        return TransferQueueDataPlane.over(rows, cfg)
+
+    def stop(self) -> None:
+        self.controller.kill()
+        self.unit.kill()
+
+
+class QueueHost:
+    """The process that starts queues."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "tests.data_plane.plain_queue"]
+        env = {**os.environ, "TQ_LOGGING_LEVEL": "CRITICAL"}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def start_queue(self, *, capacity: int | None = None) -> PlainQueue:
+        """`capacity` is how many rows the storage unit takes."""
+        return PlainQueue(self._start({"kind": "controller"}), self._start({"kind": "unit", "capacity": capacity}))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+    def _start(self, order: dict[str, Any]) -> Server:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer = json.loads(line)
+                return Server(answer.pop("pid"), answer)
+        raise RuntimeError("the host of the queue ended; its error is above")
+
+
+def _server_info(address: dict[str, Any]) -> Any:
+    from transfer_queue.utils.enum_utils import Role
+    from transfer_queue.utils.zmq_utils import ZMQServerInfo
+
+    return ZMQServerInfo(Role(address["role"]), address["id"], address["ip"], address["ports"])
+
+
+def _host() -> None:
+    # Imported before any fork, and no thread started.
+    import transfer_queue  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            _serve(**json.loads(line))
+
+
+def _serve(kind: str, capacity: int | None = None) -> None:
+    from transfer_queue.controller import TransferQueueController
+    from transfer_queue.storage.simple_storage import SimpleStorageUnit
+
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    server: Any
+    if kind == "controller":
+        server = TransferQueueController.__ray_metadata__.modified_class(polling_mode=True)
+    else:
+        config = {"num_data_storage_units": 1, "total_storage_size": capacity}
+        server = SimpleStorageUnit.__ray_metadata__.modified_class(config)
+    info = server.get_zmq_server_info()
+    address = {"role": info.role.value, "id": info.id, "ip": info.ip, "ports": info.ports, "pid": os.getpid()}
+    print(json.dumps(address), flush=True)
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    _host()
