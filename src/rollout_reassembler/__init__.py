@@ -11,8 +11,8 @@
     )
     group = reassembler.finalize_group("g0", rollout_ids, receipts, rewards, ...)
 
-All public names import from here. Those of the Ray actors load Ray when they are first used, so
-that the rest works without it.
+All public names import from here. Those that need Ray or torch load it when they are first used, so
+that the rest works without.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ from rollout_reassembler.contract.messages import (
     RolloutReassemblerActorConfig,
 )
 from rollout_reassembler.contract.records import CallRecord, RolloutReceipt, StagedCall, StageResult, seal_call
+from rollout_reassembler.contract.routed_experts import decode_routed_experts, encode_routed_experts, route_extras
 from rollout_reassembler.contract.rpc_guard import _FORBIDDEN_RPC_KEYS, assert_metadata_only
 from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec, SampleBatch
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.reassembly.group_record import GroupRecords
 from rollout_reassembler.reassembly.reassembler import RolloutReassembler
+from rollout_reassembler.reassembly.route_plan import RoutePlan
 from rollout_reassembler.reassembly.rows import FinalizedRollout, register_canonical_partition
 from rollout_reassembler.reassembly.sweep import SweepReport, sweep_staging
 from rollout_reassembler.reassembly.verify import LinearizedRow, verify_and_linearize
@@ -66,6 +68,8 @@ if TYPE_CHECKING:
         RolloutReassemblerActor,
         create_rollout_reassembler_actors,
     )
+    from rollout_reassembler.trainer.deferred_routes import RouteReport, execute_route_plans
+    from rollout_reassembler.trainer.rows import iter_batches
 
 __version__ = "0.1.0"
 
@@ -99,6 +103,8 @@ __all__ = [
     "RolloutReassemblerActor",
     "RolloutReassemblerActorConfig",
     "RolloutReceipt",
+    "RoutePlan",
+    "RouteReport",
     "RowsMissing",
     "RpcPayloadError",
     "SampleBatch",
@@ -113,22 +119,31 @@ __all__ = [
     "assert_metadata_only",
     "build_data_plane_client",
     "create_rollout_reassembler_actors",
+    "decode_routed_experts",
+    "encode_routed_experts",
+    "execute_route_plans",
+    "iter_batches",
     "parse_receipt",
     "register_canonical_partition",
     "register_staging_partition",
+    "route_extras",
     "seal_call",
     "sweep_staging",
     "verify_and_linearize",
 ]
 
-_ON_RAY = {
+_LAZY = {
     "ReassemblerPool": "rollout_reassembler.actors.pool",
     "RolloutReassemblerActor": "rollout_reassembler.actors.rollout_reassembler_actor",
+    "RouteReport": "rollout_reassembler.trainer.deferred_routes",
     "create_rollout_reassembler_actors": "rollout_reassembler.actors.rollout_reassembler_actor",
+    "execute_route_plans": "rollout_reassembler.trainer.deferred_routes",
+    "iter_batches": "rollout_reassembler.trainer.rows",
 }
+"""Names that need Ray or torch, and where they live."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ON_RAY:
-        return getattr(import_module(_ON_RAY[name]), name)
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

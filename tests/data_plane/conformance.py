@@ -394,10 +394,15 @@ class PlaneConformance:
                 plane.register_partition(partition, other)
         assert_same_row(next(plane.get_samples(["a"], partition).rows())[1], row(1))
 
-    def test_dtypes_that_no_plane_holds_are_refused(self, plane: DataPlaneClient, partition_name: str) -> None:
+    def test_dtypes_and_names_that_no_plane_holds_are_refused(
+        self, plane: DataPlaneClient, partition_name: str
+    ) -> None:
         for dtype in ("complex64", "datetime64[s]", "object", "U8", "uint64"):
             with pytest.raises(SchemaViolation):
                 plane.register_partition(partition_name, {"x": FieldSpec(dtype)})
+        for name in ("", "__owner__"):
+            with pytest.raises(SchemaViolation):
+                plane.register_partition(partition_name, {name: FieldSpec("bytes")})
         assert not plane.is_registered(partition_name)
 
     def test_partitions_do_not_see_each_other(self, plane: DataPlaneClient, partition: str) -> None:

@@ -6,15 +6,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout, DataPlaneUnavailable
 from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec
+from rollout_reassembler.data_plane.cells import encode_cell
 from rollout_reassembler.data_plane.config import Deadlines
+from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
 from tests.data_plane.plain_queue import PlainQueue, QueueHost
 
 pytest.importorskip("transfer_queue")
@@ -174,6 +177,60 @@ def test_a_full_queue_says_so_and_works_again_once_rows_are_cleared(host: QueueH
     assert plane.get_samples(["b", "c", "d"], "p")["step"].tolist() == [2, 3, 4]
     plane.close()
     queue.stop()
+
+
+class InterruptedStore:
+    """A store in front of which other clients do something, once, between the two steps of a read."""
+
+    def __init__(self, store: Any, interrupt: Callable[[], Awaitable[None]]) -> None:
+        self._store = store
+        self._interrupt: Callable[[], Awaitable[None]] | None = interrupt
+
+    async def get(self, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+        if self._interrupt is not None:
+            interrupt, self._interrupt = self._interrupt, None
+            await interrupt()
+        values: dict[str, list[Any]] = await self._store.get(meta, names)
+        return values
+
+
+@pytest.mark.parametrize(
+    ("then_put", "expected"),
+    [
+        ([], None),
+        ([("p", "c")], None),
+        ([("other", "a")], None),
+        ([("p", "a")], 8),
+        ([("p", "c"), ("p", "a")], 8),
+        ([("other", "a"), ("p", "a")], 8),
+    ],
+    ids=["cleared", "another key", "another partition", "same key", "another key first", "another partition first"],
+)
+def test_a_row_replaced_between_the_steps_of_a_read_is_never_another_row(
+    queue: PlainQueue, plane: Any, then_put: list[tuple[str, str]], expected: int | None
+) -> None:
+    """The queue gives the number of a cleared row to the next new one, and a read has the number already."""
+    plane.register_partition("other", {"step": FieldSpec("int64"), "tokens": FieldSpec("int64", 1)})
+    others = queue.connect(DEADLINES)
+    rows: Any = others._rows
+    site = CallSite("interrupt")
+    read_numbers, put_numbers = [], []
+
+    async def interrupt() -> None:
+        read_numbers.extend((await rows._queue.async_kv_retrieve_meta(["a"], "p")).global_indexes)
+        await rows.clear(site, "p", ["a"])
+        for partition, key in then_put:
+            cells = {"step": [8], "tokens": [encode_cell(np.arange(8))]}
+            await rows.put(site, partition, [key], cells, None)
+            put_numbers.extend((await rows._queue.async_kv_retrieve_meta([key], partition)).global_indexes)
+
+    plane._rows._store = InterruptedStore(plane._rows._store, interrupt)
+    batch = plane.get_samples(["b", "a"], "p", ["step"], partial=True)
+    if then_put:
+        assert read_numbers[0] in put_numbers, "the queue did not reuse the number, so this shows nothing"
+    assert batch["step"].tolist() == [2, *([] if expected is None else [expected])]
+    assert batch.missing == (["a"] if expected is None else [])
+    others.close()
 
 
 def test_closing_ends_the_calls_that_wait(queue: PlainQueue, plane: DataPlaneClient, tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ CHAIN_DOMAIN = b"nemo-gym-staging-chain-v1"
 EXTRAS_DOMAIN = b"nemo-gym-staging-extras-v1"
 CALL_DOMAIN = b"nemo-gym-staging-call-v2"
 
+_CHAIN_ROOT = CHAIN_DOMAIN + b"\x00"
+_CHAIN_CHILD = CHAIN_DOMAIN + b"\x01"
+
 MAX_EXTRAS_DEPTH = 64
 
 Integers = npt.NDArray[np.int64]
@@ -138,10 +141,15 @@ def chain_hash(parent_chain_hash: str | None, token_ids_delta: Sequence[int] | n
 
 def encoded_chain_hash(parent_chain_hash: str | None, encoded_token_ids: bytes | memoryview) -> str:
     """`chain_hash` over tokens that are already encoded (count included), without copying them."""
-    marker = b"\x00" if parent_chain_hash is None else b"\x01" + raw_digest(parent_chain_hash)
-    digest = hashlib.sha256(CHAIN_DOMAIN + marker)
+    parent = b"" if parent_chain_hash is None else raw_digest(parent_chain_hash)
+    return encoded_chain_link(parent, encoded_token_ids).hex()
+
+
+def encoded_chain_link(parent: bytes, encoded_token_ids: bytes | memoryview) -> bytes:
+    """`encoded_chain_hash` in raw digests: `parent` is 32 bytes, or none for a root."""
+    digest = hashlib.sha256(_CHAIN_CHILD + parent if parent else _CHAIN_ROOT)
     digest.update(encoded_token_ids)
-    return digest.hexdigest()
+    return digest.digest()
 
 
 def extras_digest(extras: Mapping[str, Any] | None) -> str:

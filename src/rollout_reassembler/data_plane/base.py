@@ -1,8 +1,8 @@
 """The contract of a data plane: rows by key, in partitions, with columns and tags.
 
 A *partition* holds rows. A *row* has a key, a few named *columns* (an array or raw bytes each) and
-*tags* (a small string-keyed dict, metadata only); a partition may have rows of tags alone. What every adapter promises, and what the
-conformance suite holds it to:
+*tags* (a small string-keyed dict, metadata only); a partition may have rows of tags alone. What every
+adapter promises, and what the conformance suite holds it to:
 
 - `put_samples` returns when the rows are durable. It overwrites just the columns it is given; tags
   merge into those that are there. Tags become visible after the columns: a tag that is there means

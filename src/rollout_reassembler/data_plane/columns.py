@@ -24,6 +24,8 @@ from rollout_reassembler.data_plane.cells import DTYPES
 
 CheckedColumn = list[bytes] | list[npt.NDArray[Any]] | npt.NDArray[Any]
 
+_REGISTER = "register_partition"
+
 _PYTHON_KINDS: dict[type, str] = {bool: "b", int: "iu", float: "f"}
 
 
@@ -39,7 +41,7 @@ def checked_schema(fields: Schema, partition: str) -> dict[str, FieldSpec]:
         dtype = spec.dtype if spec.dtype == "bytes" else np.dtype(spec.dtype).name
         if dtype not in ("bytes", *DTYPES):
             known = ", ".join(("bytes", *DTYPES))
-            raise _violation(partition, f"{name} cannot be {dtype}; choose one of {known}", "register_partition")
+            raise _violation(partition, f"{name} cannot be {dtype}; choose one of {known}", _REGISTER)
         checked[name] = FieldSpec(dtype, spec.rank)
     return checked
 

@@ -291,7 +291,8 @@ class RolloutReassembler:
 
         In deferred mode the trainer still reads routes from them, and clears them afterwards.
         """
-        return () if self._deferred_routes and rollout.valid else rollout.staging_keys
+        plan = rollout.route_plan
+        return () if self._deferred_routes and plan is not None and plan.fragment_keys else rollout.staging_keys
 
 
 class _Naming:

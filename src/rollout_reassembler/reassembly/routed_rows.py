@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from rollout_reassembler.reassembly.route_plan import encode_route_plan
+from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG, encode_route_plan
 from rollout_reassembler.reassembly.routes import RouteFailure, assemble_group, missing_token_count
-from rollout_reassembler.reassembly.rows import ROUTE_PLAN_TAG, FinalizedRollout, rejected
+from rollout_reassembler.reassembly.rows import FinalizedRollout, rejected
 from rollout_reassembler.staging.source import StagingSource
 
 
@@ -34,9 +34,11 @@ def assemble_group_routes(source: StagingSource, rollouts: Sequence[FinalizedRol
 
 
 def route_plan_tags(rollouts: Sequence[FinalizedRollout]) -> list[dict[str, str]]:
-    """One tag dict a row: its encoded plan where the trainer has one to execute (deferred mode)."""
+    """One tag dict a row: its encoded plan, where the trainer has routes to read for it (deferred mode)."""
     return [
-        {ROUTE_PLAN_TAG: encode_route_plan(rollout.route_plan)} if rollout.route_plan is not None else {}
+        {ROUTE_PLAN_TAG: encode_route_plan(rollout.route_plan)}
+        if rollout.route_plan is not None and rollout.route_plan.fragment_keys
+        else {}
         for rollout in rollouts
     ]
 

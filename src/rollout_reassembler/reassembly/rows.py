@@ -28,7 +28,6 @@ from rollout_reassembler.reassembly.route_plan import RoutePlan
 from rollout_reassembler.reassembly.routes import sentinel_routes
 
 ROUTES_FIELD = "routed_experts"
-ROUTE_PLAN_TAG = "route_plan"
 
 CANONICAL_SCHEMA: Schema = {
     "input_ids": FieldSpec("int64", 1),

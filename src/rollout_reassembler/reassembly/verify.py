@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from rollout_reassembler.contract.digests import (
     CUMULATIVE_DOMAIN,
     Floats,
     Integers,
-    encoded_chain_hash,
+    encoded_chain_link,
     u64,
 )
 from rollout_reassembler.contract.errors import InvalidStagedCall, VerificationError
@@ -150,17 +151,19 @@ _MATCHED_FIELDS = (
     "chain_hash",
     "cumulative_hash",
 )
+_matched_fields = attrgetter(*_MATCHED_FIELDS)
 
 
 def _match_fields(rollout_id: str, record: CallRecord, row: StagedCall | PackedCall) -> None:
     if row.rollout_id != rollout_id:
         raise VerificationError(f"call {row.model_call_id!r} belongs to {row.rollout_id!r}", code="wrong_rollout")
-    for name in _MATCHED_FIELDS:
-        staged, listed = getattr(row, name), getattr(record, name)
-        if staged != listed:
-            raise VerificationError(
-                f"call {row.model_call_id!r}: staged {staged!r}, listed {listed!r}", code=f"wrong_{name}"
-            )
+    staged, listed = _matched_fields(row), _matched_fields(record)
+    if staged != listed:
+        pairs = zip(_MATCHED_FIELDS, staged, listed, strict=True)
+        name, found, expected = next(pair for pair in pairs if pair[1] != pair[2])
+        raise VerificationError(
+            f"call {row.model_call_id!r}: staged {found!r}, listed {expected!r}", code=f"wrong_{name}"
+        )
 
 
 def _terminal_chain(receipt: RolloutReceipt) -> list[CallRecord]:
@@ -213,13 +216,13 @@ def _refuse_cycle(records: Sequence[CallRecord], by_id: Mapping[str, CallRecord]
 
 def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]) -> LinearizedRow:
     """Put the chain's deltas end to end, checking each link and then the whole."""
-    chain_hash: str | None = None
+    link = b""
     weight_spans: list[WeightVersionSpan] = []
     link_spans: list[LinkSpan] = []
     start = 0
     for record, call in zip(chain, calls, strict=True):
-        chain_hash = encoded_chain_hash(chain_hash, call.encoded_token_ids)
-        if chain_hash != record.chain_hash:
+        link = encoded_chain_link(link, call.encoded_token_ids)
+        if link.hex() != record.chain_hash:
             raise VerificationError(
                 f"call {call.model_call_id!r} does not extend its parent's chain", code="chain_hash_mismatch"
             )
@@ -245,7 +248,7 @@ def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]
         rollout_id=rollout_id,
         token_ids=np.frombuffer(tokens, ">i8").astype(np.int64),
         token_mask=_generated(link_spans, start),
-        logprobs=np.concatenate([call.generation_log_probs_delta for call in calls]).astype(np.float32),
+        logprobs=np.frombuffer(b"".join([call.encoded_log_probs for call in calls]), ">f4").astype(np.float32),
         model_call_ids=[record.model_call_id for record in chain],
         prompt_len=link_spans[0].carry_len,
         weight_versions=[record.weight_version for record in chain],

@@ -115,6 +115,11 @@ class PackedCall(NamedTuple):
         return self.mask_at + 4 * self.delta_len + _COUNTS.size
 
     @property
+    def encoded_log_probs(self) -> bytes:
+        """The log probabilities as they lie, 4 bytes each."""
+        return self.value[self.log_probs_at : self.log_probs_at + 4 * self.delta_len]
+
+    @property
     def encoded_token_ids(self) -> memoryview:
         """The delta's tokens as the digests encode them: the count, then 8 bytes a token."""
         return memoryview(self.value)[self.tokens_at - 8 : self.tokens_at + 8 * self.delta_len]
@@ -181,15 +186,13 @@ def _unpack(value: bytes) -> PackedCall:
     tail_at = log_probs_at + 4 * delta_len
     if len(value) != tail_at + _TAIL.size:
         raise InvalidStagedCall(f"{len(value)} bytes for {delta_len} tokens; expected {tail_at + _TAIL.size}")
-    sizes = (
-        token_bytes,
-        count,
-        *_COUNTS.unpack_from(value, mask_at - 16),
-        *_COUNTS.unpack_from(value, log_probs_at - 16),
-    )
-    column = (8 + 4 * delta_len, delta_len)
-    if sizes != (8 + 8 * delta_len, delta_len, *column, *column):
-        raise InvalidStagedCall(f"column lengths {sizes[1::2]} do not all equal delta_len {delta_len}")
+    floats = _COUNTS.pack(8 + 4 * delta_len, delta_len)
+    if (
+        (token_bytes, count) != (8 + 8 * delta_len, delta_len)
+        or not value.startswith(floats, mask_at - _COUNTS.size)
+        or not value.startswith(floats, log_probs_at - _COUNTS.size)
+    ):
+        raise InvalidStagedCall(f"call {model_call_id!r}: the columns do not all have delta_len {delta_len} values")
     if not (rollout_id and model_call_id and delta_len) or cum_len != prev_len + delta_len or parent_call_id == "":
         raise InvalidStagedCall(f"call {model_call_id!r}: empty id or delta, or lengths that do not add up")
     if (mode, prev_len == 0) != (("text", True) if parent_call_id is None else ("token_in", False)):

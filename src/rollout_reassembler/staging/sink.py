@@ -21,7 +21,8 @@ from rollout_reassembler.contract.digests import encode_extras
 from rollout_reassembler.contract.errors import ContractError, DataPlaneError, DataPlaneTimeout, DataPlaneUnavailable
 from rollout_reassembler.contract.records import StagedCall, StageResult
 from rollout_reassembler.data_plane.base import DataPlaneClient
-from rollout_reassembler.staging.codec import NO_ROUTES, RouteShape, pack_call
+from rollout_reassembler.staging.codec import RouteShape, pack_call
+from rollout_reassembler.staging.routes import route_shape
 from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD, ROLLOUT_TAG, STAGED_AT_TAG
 
 
@@ -46,7 +47,7 @@ class _Pending:
 class StagingSink:
     """Stages calls into one partition. Safe to share between the threads of a worker.
 
-    `route_shape` tells what routes a call's extras hold, where router replay is on; `window_s` is
+    `route_shape` tells what routes a call's extras hold, for the plan of router replay; `window_s` is
     how long, in seconds, a put waits for other calls, `max_batch_bytes` bounds one put.
     """
 
@@ -57,7 +58,7 @@ class StagingSink:
         staging_partition: str,
         window_s: float = 0.0,
         max_batch_bytes: int = 64 << 20,
-        route_shape: Callable[[StagedCall], RouteShape] | None = None,
+        route_shape: Callable[[StagedCall], RouteShape] = route_shape,
     ) -> None:
         self._client = dp_client
         self._partition = staging_partition
@@ -106,7 +107,7 @@ class StagingSink:
 
     def _encode(self, record: StagedCall) -> _Pending | StageResult:
         try:
-            routes = self._route_shape(record) if self._route_shape is not None else NO_ROUTES
+            routes = self._route_shape(record)
             extras = encode_extras(record.extras) if record.extras is not None else b""
             return _Pending(record.staging_key, record.rollout_id, pack_call(record, routes), extras)
         except ContractError as error:

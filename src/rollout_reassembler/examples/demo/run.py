@@ -39,7 +39,6 @@ from rollout_reassembler.examples.demo.policy import DemoPolicy
 from rollout_reassembler.examples.demo.proof import MAX_LOGPROB_ERROR, Proof, prove_rows, retokenized_rollouts
 from rollout_reassembler.examples.demo.server import PolicyServer
 from rollout_reassembler.staging.codec import unpack_call
-from rollout_reassembler.staging.routes import route_shape
 from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD
 from rollout_reassembler.staging.sink import StagingSink
 from rollout_reassembler.staging.source import StagingSource
@@ -151,7 +150,7 @@ def _roll_out(
     console: Console,
 ) -> dict[str, Answer]:
     """Let all agents work, `AGENTS_AT_A_TIME` of them at once. Rollout id → what its agent ended with."""
-    sink = _OutageSink(StagingSink(client, staging_partition=STAGING, route_shape=route_shape))
+    sink = _OutageSink(StagingSink(client, staging_partition=STAGING))
     sink.outage_of = settings.rollout_ids(0)[UNCAPTURED]
     source = StagingSource(client, staging_partition=STAGING)
     recorder = CallRecorder(sink, weight_version=lambda: WEIGHT_VERSION, source=source)
