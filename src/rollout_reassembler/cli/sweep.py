@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 
 from rich.table import Table
@@ -10,6 +11,8 @@ from rich.table import Table
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.reassembly.sweep import SweepReport, sweep_staging
+
+_CONNECT_TIMEOUT_S = 5
 
 
 def sweep_running_plane(
@@ -25,6 +28,7 @@ def sweep_running_plane(
     """Attach to the TransferQueue of the Ray cluster at `address` and sweep. Raises what `sweep_staging` does."""
     import ray
 
+    _refuse_unreachable(address)
     live_rollouts = set(live.read_text(encoding="utf-8").split("\n")) - {""} if live is not None else set()
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
@@ -43,6 +47,16 @@ def sweep_running_plane(
             client.close()
     finally:
         ray.shutdown()
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Raise `ConnectionError` where nobody listens; Ray would go on trying for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            raise ConnectionError(f"no Ray cluster answers at {address} ({error})") from error
 
 
 def sweep_table(report: SweepReport) -> Table:

@@ -144,7 +144,7 @@ class DemoPolicy:
 
     def teacher_force(self, token_ids: TokenIds) -> TeacherForced:
         """Score a row `[T]` in one forward pass over all of it, without a cache."""
-        row = torch.as_tensor(token_ids, dtype=torch.int64)
+        row = torch.tensor(token_ids, dtype=torch.int64)
         with self._turn, torch.inference_mode():
             logits, experts, margins = self._run(row, cache=None)
             given_before = torch.log_softmax(logits[:-1], dim=-1)

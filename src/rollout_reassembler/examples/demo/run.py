@@ -138,7 +138,7 @@ def _run(
         "routes_missing": proof.routes_missing,
         "staged_rows_left": len(plane.client.list_samples(STAGING)),
     }
-    return _Outcome(summary, _faults(settings, groups, proof, summary["staged_rows_left"]))
+    return _Outcome(summary, find_faults(settings, groups, proof, summary["staged_rows_left"]))
 
 
 def _roll_out(
@@ -238,7 +238,7 @@ def _retokenized(
     return retokenized_rollouts(rows, policy.tokenizer)
 
 
-def _faults(settings: DemoSettings, groups: Sequence[FinalizedGroup], proof: Proof, staged_left: int) -> list[str]:
+def find_faults(settings: DemoSettings, groups: Sequence[FinalizedGroup], proof: Proof, staged_left: int) -> list[str]:
     """What a run must show besides equal log probabilities: the right rows, the right rejections, no leak."""
     expected = {settings.rollout_ids(0)[UNCAPTURED], settings.rollout_ids(0)[TAMPERED]}
     rejected = {rollout for group in groups for rollout in group.rejections}
