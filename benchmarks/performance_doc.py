@@ -104,9 +104,9 @@ def _machine(reports: Mapping[str, Report], growth: Report) -> str:
 def _ratios(reports: Mapping[str, Report]) -> str:
     def line(report: Report) -> list[str]:
         ours, work = report["ours"], report["workload"]
-        shape = f"{report['shape']} {work['rollouts']}×{work['calls']}; {work['prompt']}, {work['tool']}, {work['generated']}"
+        sizes = f"{work['rollouts']}×{work['calls']}; {work['prompt']}, {work['tool']}, {work['generated']}"
         return [
-            shape,
+            f"{report['shape']} {sizes}",
             f"{work['tokens']:,}",
             _spread(ours["ms"]),
             _spread(report["reference"]["ms"]) if report["reference"] else "–",

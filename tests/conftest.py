@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
+from hypothesis import settings
 
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig
@@ -14,6 +15,11 @@ from rollout_reassembler.data_plane.factory import build_data_plane_client
 
 # Without it Ray leaves a token file in the home directory.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+
+# A test is not wrong because the machine is busy.
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollout_reassembler.contract import digests
 from rollout_reassembler.contract.errors import InvalidStagedCall
-from tests.contract.strategies import EXTRAS, FINITE_FLOATS, IDENTIFIERS, TOKEN_IDS, wire_rollouts
+from tests.contract.strategies import EXTRAS, FINITE_FLOATS, IDENTIFIERS, TOKEN_IDS, few, wire_rollouts
 
 HEX = st.binary(min_size=32, max_size=32).map(bytes.hex)
 
@@ -40,11 +40,13 @@ def test_the_chain_hash_is_the_releases(parent, ids):
     assert digests.chain_hash(parent, ids) == gym.compute_chain_hash(parent, ids)
 
 
+@few
 @given(EXTRAS)
 def test_the_extras_digest_is_the_releases(extras):
     assert digests.extras_digest(extras) == gym.compute_extras_digest(extras)
 
 
+@few
 @given(wire_rollouts())
 def test_the_call_digest_is_the_releases(rollout):
     for staged in rollout.staged:

@@ -23,7 +23,7 @@ from rollout_reassembler.contract.records import (
 )
 from rollout_reassembler.staging.codec import pack_call, unpack_call
 from tests.captures import MadeRollout, chain
-from tests.contract.strategies import wire_rollouts
+from tests.contract.strategies import few, wire_rollouts
 from tests.staging.unchecked import resigned
 
 
@@ -35,6 +35,7 @@ def made_call(**changes: Any) -> dict[str, Any]:
 # --- staged calls -----------------------------------------------------------------------------------
 
 
+@few
 @given(wire_rollouts())
 def test_a_staged_call_round_trips_through_a_plain_dict(rollout):
     for staged in rollout.staged:
@@ -146,6 +147,7 @@ def test_an_empty_delta_is_refused():
         StagedCall.model_validate(resigned(empty))
 
 
+@few
 @given(wire_rollouts(max_calls=2))
 def test_any_change_of_a_field_breaks_the_digest(rollout):
     staged = rollout.staged[0]
@@ -355,6 +357,7 @@ def receipt(**changes: Any) -> dict[str, Any]:
     return chain("r", 2).receipt(**changes)
 
 
+@few
 @given(wire_rollouts())
 def test_a_receipt_round_trips_through_a_plain_dict(rollout):
     parsed = RolloutReceipt.model_validate(rollout.receipt)

@@ -17,7 +17,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rollout_reassembler.data_plane.config import DataPlaneConfig, Deadlines
@@ -38,8 +40,11 @@ class Server:
             os.kill(self.pid, signal.SIGKILL)
 
     def stall(self) -> None:
-        """Stop it without ending it: its sockets stay open, nothing answers."""
+        """Stop it without ending it: its sockets stay open, nothing answers. Returns when every thread stands still."""
         os.kill(self.pid, signal.SIGSTOP)
+        threads = list(Path(f"/proc/{self.pid}/task").iterdir())
+        while not all("\nState:\tT" in (thread / "status").read_text() for thread in threads):
+            time.sleep(0.01)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -54,7 +59,7 @@ class PlainQueue:
         from rollout_reassembler.data_plane.transfer_queue.connection import connect_sockets
 
         cfg = DataPlaneConfig(impl="transfer_queue", deadlines=deadlines)
-        controller, unit = _server_info(self.controller.address), _server_info(self.unit.address)
+        controller, unit = server_info(self.controller.address), server_info(self.unit.address)
         rows = connect_sockets(controller, "SimpleStorage", {"zmq_info": {"unit": unit}}, deadlines.connect)
         return TransferQueueDataPlane.over(rows, cfg)
 
@@ -67,6 +72,7 @@ class QueueHost:
     """The process that starts queues."""
 
     def __init__(self) -> None:
+        self._orders = 0
         command = [sys.executable, "-m", "tests.data_plane.plain_queue"]
         env = {**os.environ, "TQ_LOGGING_LEVEL": "CRITICAL"}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
@@ -75,6 +81,10 @@ class QueueHost:
         """`capacity` is how many rows the storage unit takes."""
         return PlainQueue(self._start({"kind": "controller"}), self._start({"kind": "unit", "capacity": capacity}))
 
+    def start_controller(self) -> Server:
+        """A controller alone, for rows whose values are elsewhere."""
+        return self._start({"kind": "controller"})
+
     def close(self) -> None:
         self._process.kill()
         self._process.wait(10)
@@ -82,15 +92,16 @@ class QueueHost:
     def _start(self, order: dict[str, Any]) -> Server:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(order), file=self._process.stdin, flush=True)
+        self._orders += 1
+        print(json.dumps({**order, "order": self._orders}), file=self._process.stdin, flush=True)
         for line in self._process.stdout:
-            if line.startswith("{"):
-                answer = json.loads(line)
-                return Server(answer.pop("pid"), answer)
+            answer = json.loads(line) if line.startswith("{") else {}
+            if answer.get("order") == self._orders:  # not a late one, to a test that gave up
+                return Server(answer["pid"], answer)
         raise RuntimeError("the host of the queue ended; its error is above")
 
 
-def _server_info(address: dict[str, Any]) -> Any:
+def server_info(address: dict[str, Any]) -> Any:
     from transfer_queue.utils.enum_utils import Role
     from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
@@ -107,7 +118,7 @@ def _host() -> None:
             _serve(**json.loads(line))
 
 
-def _serve(kind: str, capacity: int | None = None) -> None:
+def _serve(order: int, kind: str, capacity: int | None = None) -> None:
     from transfer_queue.controller import TransferQueueController
     from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
@@ -119,9 +130,9 @@ def _serve(kind: str, capacity: int | None = None) -> None:
     else:
         config = {"num_data_storage_units": 1, "total_storage_size": capacity}
         server = SimpleStorageUnit.__ray_metadata__.modified_class(config)
-    info = server.get_zmq_server_info()
-    address = {"role": info.role.value, "id": info.id, "ip": info.ip, "ports": info.ports, "pid": os.getpid()}
-    print(json.dumps(address), flush=True)
+    info = server.get_zmqserver_info()
+    address = {"role": info.role.value, "id": info.id, "ip": info.ip, "ports": info.ports}
+    print(json.dumps({**address, "pid": os.getpid(), "order": order}), flush=True)
     while True:
         signal.pause()
 

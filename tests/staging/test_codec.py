@@ -14,7 +14,7 @@ from rollout_reassembler.contract.errors import InvalidStagedCall
 from rollout_reassembler.contract.records import StagedCall
 from rollout_reassembler.staging.codec import NO_ROUTES, PackedCall, RouteShape, pack_call, unpack_call
 from tests.captures import MadeRollout, chain
-from tests.contract.strategies import wire_rollouts
+from tests.contract.strategies import few, wire_rollouts
 from tests.staging.unchecked import HEADER_BYTES, packed_unchecked, preimage_of, resigned, signed
 
 TEXTS_AT = HEADER_BYTES + len(b"nemo-gym-staging-call-v2") + 3
@@ -33,6 +33,7 @@ def fields(**changes: Any) -> dict[str, Any]:
 # --- there and back ---------------------------------------------------------------------------------
 
 
+@few
 @given(wire_rollouts())
 def test_a_call_survives_packing(rollout):
     for staged in rollout.staged:
@@ -46,6 +47,7 @@ def test_a_call_survives_packing(rollout):
                 assert getattr(packed, name) == getattr(call, name)
 
 
+@few
 @given(wire_rollouts())
 def test_the_carry_of_a_call_in_order_is_known_without_its_columns(rollout):
     for staged in rollout.staged:
@@ -70,6 +72,7 @@ def test_the_carry_of_any_mask_is_its_leading_zeros_or_nothing(mask):
     assert unpack_call(packed_unchecked(staged)).carry_len == (carry if in_order else None)
 
 
+@few
 @given(wire_rollouts(max_calls=2))
 def test_packing_is_canonical(rollout):
     for staged in rollout.staged:

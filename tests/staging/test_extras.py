@@ -19,7 +19,7 @@ from rollout_reassembler.contract.digests import (
 )
 from rollout_reassembler.contract.errors import ContractError, InvalidStagedCall
 from rollout_reassembler.staging.extras import decode_extras
-from tests.contract.strategies import EXTRAS
+from tests.contract.strategies import EXTRAS, few
 
 
 def counted(kind: bytes, count: int, *items: bytes) -> bytes:
@@ -40,6 +40,7 @@ def decoded(encoded: bytes) -> dict[str, Any]:
     return decode_extras(encoded, encoded_extras_digest(encoded))
 
 
+@few
 @given(EXTRAS)
 def test_extras_survive_encoding(extras):
     encoded = encode_extras(extras)

@@ -191,6 +191,49 @@ def bench(
     print_report(report, console)
 
 
+@app.command("mooncake-host")
+def mooncake_host(
+    master: Annotated[str, typer.Option(help="Address of the Mooncake master.")] = "127.0.0.1:50051",
+    segment_size: Annotated[str, typer.Option(help="Memory to give, for example 512MiB or 64GiB.")] = "1GiB",
+    local_hostname: Annotated[str, typer.Option(help="This machine as others reach it.")] = "127.0.0.1",
+    protocol: Annotated[str, typer.Option(help="tcp, or rdma with --device-name.")] = "tcp",
+    device_name: Annotated[str, typer.Option(help="RDMA devices, comma-separated.")] = "",
+    metadata_server: Annotated[str, typer.Option(help="P2PHANDSHAKE, or the address of one.")] = "P2PHANDSHAKE",
+    buffer_size: Annotated[str, typer.Option(help="Memory to move objects of a checkpoint through.")] = "256MiB",
+    commands: Annotated[
+        bool, typer.Option("--commands", help="Obey checkpoint commands on stdin, one a line; end when it ends.")
+    ] = False,
+) -> None:
+    """Give memory of this machine to a Mooncake store, and do nothing else: the rows in it outlive their writers."""
+    from pydantic import ValidationError
+
+    from rollout_reassembler.cli.mooncake_host import parse_size, run_host
+    from rollout_reassembler.contract.errors import ReassemblerError
+    from rollout_reassembler.data_plane.config import MooncakeCpuBackendConfig
+
+    try:
+        cfg = MooncakeCpuBackendConfig.model_validate(
+            {
+                "master_server_address": master,
+                "global_segment_size": parse_size(segment_size),
+                "local_buffer_size": parse_size(buffer_size),
+                "local_hostname": local_hostname,
+                "protocol": protocol,
+                "device_name": device_name,
+                "metadata_server": metadata_server,
+            }
+        )
+    except ValidationError as error:
+        raise complain(error.errors()[0]["msg"]) from None
+    except ValueError as error:
+        raise complain(str(error)) from None
+    try:
+        run_host(cfg, commands=commands, console=console)
+    except ReassemblerError as error:
+        complaints.print(f"reassemble: {error}")
+        raise typer.Exit(1) from None
+
+
 @app.command()
 def doctor() -> None:
     """Say whether this machine can run all of it: one line a requirement, with the fix. Exit code 1 if not."""

@@ -24,6 +24,7 @@ that were put under a key.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -149,8 +150,21 @@ class DataPlaneClient(Protocol):
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether each of the tasks has claimed every row that is in the partition now."""
 
+    def quiesce(self, deadline_s: float) -> AbstractContextManager[list[str]]:
+        """Stop all writers of the plane, in every process, for the time of a `with` block.
+
+            with client.quiesce(30.0) as writers:        # their names
+                client.save_checkpoint(directory)
+
+        The block runs once every put, clear and claim that had begun has ended; none begins until the
+        block ends. Sinks and finalizers then stand between two calls, which is safe for both. Their
+        writes, and those of the caller itself, wait meanwhile, for `Deadlines.quiesced` seconds at most;
+        reads go on. Raises `DataPlaneTimeout` naming the writers that did not stop within `deadline_s`
+        seconds, and lets all go on; a writer that died is not waited for longer than some ten seconds.
+        """
+
     def save_checkpoint(self, directory: str, *, metadata: Mapping[str, Any] | None = None) -> None:
-        """Write all partitions, rows and tags under `directory`."""
+        """Write all partitions, rows and tags under `directory`. Quiesce first when anyone may write."""
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Bring back what `save_checkpoint` wrote; returns its metadata."""

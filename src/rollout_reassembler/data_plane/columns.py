@@ -34,8 +34,8 @@ def checked_schema(fields: Schema, partition: str) -> dict[str, FieldSpec]:
 
     Raises `SchemaViolation`.
     """
-    if not all(isinstance(name, str) and name for name in fields):
-        raise _violation(partition, "each column needs a name", "register_partition")
+    if not all(isinstance(name, str) and name and not name.startswith("__") for name in fields):
+        raise _violation(partition, "each column needs a name, and `__` begins those of the plane itself", _REGISTER)
     checked: dict[str, FieldSpec] = {}
     for name, spec in fields.items():
         dtype = spec.dtype if spec.dtype == "bytes" else np.dtype(spec.dtype).name

@@ -7,9 +7,9 @@ reads the sizes, all others only connect.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 
 class _Block(BaseModel):
@@ -26,6 +26,7 @@ class Deadlines(_Block):
     connect: PositiveFloat = 60.0
     bootstrap: PositiveFloat = 120.0
     checkpoint: PositiveFloat = 600.0
+    quiesced: PositiveFloat = Field(600.0, description="how long a write waits while the plane is quiesced")
 
 
 class SimpleBackendConfig(_Block):
@@ -36,15 +37,29 @@ class SimpleBackendConfig(_Block):
 
 
 class MooncakeCpuBackendConfig(_Block):
-    """A Mooncake store in host memory. Sizes are bytes, addresses `host:port`."""
+    """A Mooncake store in host memory. Sizes are bytes, addresses `host:port`.
+
+    Memory belongs to *memory hosts*, processes that do nothing else; those who write and read mount
+    none, so that their death takes no row along. One master serves one run at a time.
+    """
 
     master_server_address: str = "127.0.0.1:50051"
+    start_master: bool = Field(False, description="start a master there and end it with the plane; port 0: a free one")
     metadata_server: str = "P2PHANDSHAKE"
-    local_hostname: str = "127.0.0.1"
+    local_hostname: str = Field("127.0.0.1", description="this node as others reach it; empty: as Ray knows it")
     protocol: Literal["tcp", "rdma"] = "tcp"
-    device_name: str = ""
-    global_segment_size: PositiveInt = 1 << 30
-    local_buffer_size: PositiveInt = 256 << 20
+    device_name: str = Field("", description="RDMA devices, comma-separated; rdma needs them")
+    memory_hosts: NonNegativeInt = Field(0, description="memory hosts to start as Ray actors; 0: they run already")
+    global_segment_size: PositiveInt = Field(1 << 30, description="memory of each memory host")
+    local_buffer_size: PositiveInt = Field(256 << 20, description="what one call of one client may move at a time")
+    client_segment_size: NonNegativeInt = Field(0, description="memory that each client gives; lost when it dies")
+
+    @model_validator(mode="after")
+    def _rdma_names_its_devices(self) -> Self:
+        # With no name the engine looks for devices itself, finds none, and goes on over TCP without a word.
+        if self.protocol == "rdma" and not self.device_name:
+            raise ValueError("protocol 'rdma' needs device_name, for example 'mlx5_0'; there is no fall back to TCP")
+        return self
 
 
 class DataPlaneConfig(_Block):
@@ -62,3 +77,9 @@ class DataPlaneConfig(_Block):
     deadlines: Deadlines = Deadlines()
     simple: SimpleBackendConfig = SimpleBackendConfig()
     mooncake_cpu: MooncakeCpuBackendConfig = MooncakeCpuBackendConfig()
+
+    @model_validator(mode="after")
+    def _mooncake_holds_bytes(self) -> Self:
+        if self.backend == "mooncake_cpu" and self.cells != "bytes":
+            raise ValueError("backend 'mooncake_cpu' holds cells='bytes' only")
+        return self

@@ -22,6 +22,10 @@ def build_data_plane_client(cfg: DataPlaneConfig, *, bootstrap: bool = True) -> 
         from rollout_reassembler.data_plane.memory import MemoryDataPlane
 
         return MemoryDataPlane()
+    if cfg.backend == "mooncake_cpu":
+        from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
+
+        return MooncakeDataPlane(cfg, bootstrap=bootstrap)
     from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
 
     return TransferQueueDataPlane(cfg, bootstrap=bootstrap)

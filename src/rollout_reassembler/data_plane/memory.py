@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,11 @@ from rollout_reassembler.data_plane.columns import (
     checked_tags,
     selected_fields,
 )
+from rollout_reassembler.data_plane.config import Deadlines
+from rollout_reassembler.data_plane.gate import WriteGate
 from rollout_reassembler.data_plane.memory_checkpoint import read_snapshot, write_snapshot
+
+_QUIESCED_SECONDS = Deadlines().quiesced
 
 
 @dataclass
@@ -62,6 +67,7 @@ class MemoryDataPlane:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._gate = WriteGate()
         self._partitions: dict[str, _Partition] = {}
         self._is_closed = False
 
@@ -100,7 +106,7 @@ class MemoryDataPlane:
     ) -> KVBatchMeta:
         keys = checked_sample_ids(sample_ids)
         new_tags = checked_tags(tags, len(keys))
-        with self._lock:
+        with self._gate.writing("put_samples", partition_id, keys, _QUIESCED_SECONDS), self._lock:
             partition = self._partition("put_samples", partition_id)
             columns = checked_columns(fields, partition.schema, len(keys), partition_id)
             if not columns and new_tags is None:
@@ -148,7 +154,7 @@ class MemoryDataPlane:
             return {key: _copied(row.tags) for key, row in rows.items()}
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        with self._lock:
+        with self._gate.writing("clear_samples", partition_id, sample_ids or (), _QUIESCED_SECONDS), self._lock:
             rows = self._partition("clear_samples", partition_id).rows
             for key in list(rows) if sample_ids is None else sample_ids:
                 rows.pop(key, None)
@@ -156,7 +162,7 @@ class MemoryDataPlane:
     def claim_meta(
         self, partition_id: str, task_name: str, required_fields: Sequence[str], batch_size: int
     ) -> KVBatchMeta:
-        with self._lock:
+        with self._gate.writing("claim_meta", partition_id, (), _QUIESCED_SECONDS), self._lock:
             partition = self._partition("claim_meta", partition_id)
             names = selected_fields(required_fields, partition.schema, partition_id)
             claimed: dict[str, _Row] = {}
@@ -182,6 +188,13 @@ class MemoryDataPlane:
         with self._lock:
             rows = self._partition("check_consumption_status", partition_id).rows
             return all(row.claimed_by.issuperset(task_names) for row in rows.values())
+
+    @contextmanager
+    def quiesce(self, deadline_s: float) -> Iterator[list[str]]:
+        """As in `base.py`; all writers are threads of this process."""
+        self._refuse_closed("quiesce", "")
+        with self._gate.closed(deadline_s):
+            yield ["this process"]
 
     def save_checkpoint(self, directory: str, *, metadata: Mapping[str, Any] | None = None) -> None:
         with self._lock:

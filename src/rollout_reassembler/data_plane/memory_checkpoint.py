@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rollout_reassembler.contract.errors import DataPlaneError
+from rollout_reassembler.data_plane.durable import sync_directory
 
 _FILE = "memory_plane.rows"
 _MAGIC = b"RRMEM\x00\x00\x01"
@@ -45,7 +46,7 @@ def write_snapshot(directory: Path, snapshot: Mapping[str, Any], metadata: Mappi
         file.flush()
         os.fsync(file.fileno())
     partial.rename(directory / _FILE)
-    _sync_directory(directory)
+    sync_directory(directory)
 
 
 def read_snapshot(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -84,12 +85,3 @@ def _cell(data: memoryview, where: list[Any]) -> Any:
         return bytes(data)
     array = np.frombuffer(bytes(data), dtype=where[0]).reshape(where[2:])
     return array if array.ndim else array[()]
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the rename itself durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

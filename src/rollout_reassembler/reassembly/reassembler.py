@@ -43,7 +43,7 @@ from rollout_reassembler.reassembly.group_record import GroupRecords
 from rollout_reassembler.reassembly.metrics import group_metrics
 from rollout_reassembler.reassembly.phases import Phases
 from rollout_reassembler.reassembly.route_plan import InvalidRoutePlan, RoutePlan, plan_routes
-from rollout_reassembler.reassembly.routed_rows import assemble_group_routes, route_metrics, route_plan_tags
+from rollout_reassembler.reassembly.routed_rows import PlanTag, assemble_group_routes, route_metrics, route_plan_tags
 from rollout_reassembler.reassembly.rows import (
     FinalizedRollout,
     canonical_columns,
@@ -96,7 +96,8 @@ class RolloutReassembler:
     def finalize_rollout(self, rollout_id: str, receipt: Any, *, reward: float | None) -> FinalizedRollout:
         """Prove one rollout. Publishes and clears nothing. Raises `DataPlaneError` when the plane fails."""
         admitted = admit(rollout_id, receipt, self._bounds)
-        return self._prove_group([rollout_id], [admitted], [reward], Phases())[0]
+        rollouts = self._prove_group([rollout_id], [admitted], [reward], Phases())
+        return (assemble_group_routes(self._source, rollouts) if self._direct_routes else rollouts)[0]
 
     def finalize_group(
         self,
@@ -239,7 +240,7 @@ class RolloutReassembler:
         request: GroupRequest,
         admitted: Sequence[RolloutReceipt | Rejection],
         rollouts: Sequence[FinalizedRollout],
-        plan_tags: Sequence[dict[str, str]],
+        plan_tags: Sequence[PlanTag],
     ) -> FinalizedGroup:
         valid = [rollout for rollout in rollouts if rollout.valid]
         fallback = request.fallback_weight_version
@@ -269,7 +270,7 @@ class RolloutReassembler:
         request: GroupRequest,
         rollouts: Sequence[FinalizedRollout],
         answer: FinalizedGroup,
-        plan_tags: Sequence[dict[str, str]],
+        plan_tags: Sequence[PlanTag],
         phases: Phases,
     ) -> None:
         with phases("assemble"):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG, encode_route_plan
 from rollout_reassembler.reassembly.routes import RouteFailure, assemble_group, missing_token_count
 from rollout_reassembler.reassembly.rows import FinalizedRollout, rejected
 from rollout_reassembler.staging.source import StagingSource
+
+PlanTag = dict[str, str | None]
+"""What a row's tags say of its route plan; empty where plans are not deferred."""
 
 
 def assemble_group_routes(source: StagingSource, rollouts: Sequence[FinalizedRollout]) -> list[FinalizedRollout]:
@@ -33,28 +37,35 @@ def assemble_group_routes(source: StagingSource, rollouts: Sequence[FinalizedRol
     return [routed.get(rollout.rollout_id, rollout) for rollout in rollouts]
 
 
-def route_plan_tags(rollouts: Sequence[FinalizedRollout]) -> list[dict[str, str]]:
-    """One tag dict a row: its encoded plan, where the trainer has routes to read for it (deferred mode)."""
+def route_plan_tags(rollouts: Sequence[FinalizedRollout]) -> list[PlanTag]:
+    """The tag of each row in deferred mode: its encoded plan, `None` where the trainer has no routes to read.
+
+    Tags merge when a row is written again, so a row without a plan says so: else it would keep the
+    plan of an attempt that died behind its publication, which may be for other tokens.
+    """
     return [
-        {ROUTE_PLAN_TAG: encode_route_plan(rollout.route_plan)}
-        if rollout.route_plan is not None and rollout.route_plan.fragment_keys
-        else {}
-        for rollout in rollouts
+        {ROUTE_PLAN_TAG: encode_route_plan(plan) if plan is not None and plan.fragment_keys else None}
+        for plan in (rollout.route_plan for rollout in rollouts)
     ]
 
 
-def route_metrics(rollouts: Sequence[FinalizedRollout], plan_tags: Sequence[dict[str, str]]) -> dict[str, float]:
-    """How far routes cover the group's valid rows; nothing where router replay is off."""
+def route_metrics(rollouts: Sequence[FinalizedRollout], plan_tags: Sequence[PlanTag]) -> dict[str, float]:
+    """How far routes cover the group's valid rows; nothing where router replay is off.
+
+    `row_coverage` counts rows of which at least one token has a route; `sentinel_token_fraction`
+    tokens that have none.
+    """
     plans = [rollout.route_plan for rollout in rollouts if rollout.route_plan is not None]
     if not plans:
         return {}
     metrics = {
         "finalize/route_plan_span_count": float(sum(len(plan.spans) for plan in plans)),
-        "finalize/route_plan_encoded_bytes": float(sum(len(tag.get(ROUTE_PLAN_TAG, "")) for tag in plan_tags)),
+        "finalize/route_plan_encoded_bytes": float(sum(len(tag.get(ROUTE_PLAN_TAG) or "") for tag in plan_tags)),
     }
     assembled = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
     if assembled:
-        tokens = sum(len(routes) for routes in assembled)
-        metrics["finalize/routed_experts_row_coverage"] = sum(r.size > 0 for r in assembled) / len(assembled)
-        metrics["finalize/routed_experts_sentinel_token_fraction"] = sum(map(missing_token_count, assembled)) / tokens
+        tokens = [len(routes) for routes in assembled]
+        missing = [missing_token_count(routes) for routes in assembled]
+        metrics["finalize/routed_experts_row_coverage"] = sum(map(operator.lt, missing, tokens)) / len(assembled)
+        metrics["finalize/routed_experts_sentinel_token_fraction"] = sum(missing) / sum(tokens)
     return metrics

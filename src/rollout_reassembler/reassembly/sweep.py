@@ -56,9 +56,11 @@ def sweep_staging(
     """
     if rollout_ids is None and older_than_s is None and untagged_after_s is None:
         raise RequestError("a sweep needs rollout_ids, older_than_s or untagged_after_s")
-    both = set(rollout_ids or ()) & set(live_rollouts)
-    if both:
-        raise RequestError(f"rollouts to sweep and to spare at once: {sorted(both)[:3]}")
+    if isinstance(rollout_ids, str) or isinstance(live_rollouts, str):
+        raise RequestError("rollout_ids and live_rollouts take a list of rollout ids, not one id")
+    swept, live = frozenset(rollout_ids or ()), frozenset(live_rollouts)
+    if swept & live:
+        raise RequestError(f"rollouts to sweep and to spare at once: {sorted(swept & live)[:3]}")
     listing = dp_client.list_samples(staging_partition)
     found: dict[str, list[str]] = {}
     spared = 0
@@ -66,9 +68,9 @@ def sweep_staging(
         rollout_id = tags.get(ROLLOUT_TAG)
         if rollout_id is None:
             continue
-        if rollout_id in live_rollouts:
+        if rollout_id in live:
             spared += 1
-        elif rollout_id in (rollout_ids or ()) or _is_old(tags, older_than_s):
+        elif rollout_id in swept or _is_old(tags, older_than_s):
             found.setdefault(rollout_id, []).append(key)
         else:
             spared += 1

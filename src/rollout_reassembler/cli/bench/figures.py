@@ -70,7 +70,7 @@ class HashLimit:
 
     Every token is hashed as 32 bytes, so `sha256_tokens_per_s` is what the machine's SHA-256 allows.
     `decode_ms` (parse, check, prove each call) and `verify_ms` (receipt, chain, row) are their medians
-    for a whole group; `fraction` is their tokens a second over the limit.
+    for a whole group; `fraction` is the median of hashing time over that of the work, in each round.
     """
 
     sha256_gb_per_s: float

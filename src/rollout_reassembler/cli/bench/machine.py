@@ -23,8 +23,8 @@ from rollout_reassembler.staging.source import prove_call
 
 HASHED_BYTES_A_TOKEN = 32
 _PACKAGES = ("rollout-reassembler", "numpy", "ray", "tensordict", "torch", "TransferQueue", "nemo-gym")
-_HASH_BUFFER = bytes(4 << 20)
-_HASH_ROUNDS = 7
+_HASH_BUFFER = bytes(256 << 10)
+_HASH_ROUNDS = 15
 
 
 def machine_facts(sha256_gb_s: float, load_average: Sequence[float]) -> MachineFacts:
@@ -40,30 +40,44 @@ def machine_facts(sha256_gb_s: float, load_average: Sequence[float]) -> MachineF
 
 
 def measure_hash_limit(group: MadeGroup) -> HashLimit:
-    """Time packed values → linearized rows against SHA-256 of one large buffer, in turns, on this thread."""
+    """Time packed values → linearized rows, and SHA-256 of as many bytes as that hashes, in turns on this thread.
+
+    What is compared is always a pair of neighbours in time, so that a machine that slows down does so for both.
+    """
     values = [[(call.staging_key, pack_call(call)) for call in calls] for calls in group.calls]
     receipts = [parse_receipt(receipt) for receipt in group.receipts]
-    rates, decode_s, verify_s = [], [], []
+    hashed_bytes = HASHED_BYTES_A_TOKEN * group.shape.tokens
+    hash_s, decode_s, verify_s = [], [], []
     for _ in range(_HASH_ROUNDS):
-        seconds = _timed(lambda: hashlib.sha256(_HASH_BUFFER).digest())
-        rates.append(len(_HASH_BUFFER) / seconds)
         start = time.perf_counter()
+        _hash(hashed_bytes)
+        hashed = time.perf_counter()
         proven = [[prove_call(key, value) for key, value in rollout] for rollout in values]
         decoded = time.perf_counter()
         for receipt, calls in zip(receipts, proven, strict=True):
             verify_and_linearize(receipt, calls)
-        decode_s.append(decoded - start)
-        verify_s.append(time.perf_counter() - decoded)
-    limit = float(np.median(rates)) / HASHED_BYTES_A_TOKEN
-    tokens_per_s = group.shape.tokens / float(np.median(np.add(decode_s, verify_s)))
+        verified = time.perf_counter()
+        hash_s.append(hashed - start)
+        decode_s.append(decoded - hashed)
+        verify_s.append(verified - decoded)
+    work_s = np.add(decode_s, verify_s)
+    hashing = float(np.median(hash_s))
     return HashLimit(
-        sha256_gb_per_s=float(np.median(rates)) / 1e9,
-        sha256_tokens_per_s=limit,
+        sha256_gb_per_s=hashed_bytes / hashing / 1e9,
+        sha256_tokens_per_s=group.shape.tokens / hashing,
         decode_ms=float(np.median(decode_s)) * 1e3,
         verify_ms=float(np.median(verify_s)) * 1e3,
-        tokens_per_s=tokens_per_s,
-        fraction=tokens_per_s / limit,
+        tokens_per_s=group.shape.tokens / float(np.median(work_s)),
+        fraction=float(np.median(np.divide(hash_s, work_s))),
     )
+
+
+def _hash(size: int) -> None:
+    """SHA-256 over `size` bytes that stay in the cache, as a call's do."""
+    whole, rest = divmod(size, len(_HASH_BUFFER))
+    for _ in range(whole):
+        hashlib.sha256(_HASH_BUFFER).digest()
+    hashlib.sha256(memoryview(_HASH_BUFFER)[:rest]).digest()
 
 
 def peak_growth_bytes(work: Callable[[], object]) -> int | None:
@@ -95,12 +109,6 @@ def _status_bytes(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise LookupError(f"/proc/self/status has no {name}")
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def _version(name: str) -> str | None:

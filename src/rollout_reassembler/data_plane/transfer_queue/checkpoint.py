@@ -11,13 +11,13 @@ have: a crash leaves the last checkpoint, under its name or under `<name>.old`.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transfer_queue.client import AsyncTransferQueueClient
 
+from rollout_reassembler.data_plane.durable import mend, new_directory, put_in_place
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
 
 _METADATA = "metadata.json"
@@ -26,24 +26,16 @@ _CONTROLLER = "controller_state.pkl"
 
 async def save_queue(queue: AsyncTransferQueueClient, directory: Path, metadata: Mapping[str, Any]) -> None:
     """Write a checkpoint, in place of the one that is there."""
-    partial, old = _beside(directory, ".tmp"), _beside(directory, ".old")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = new_directory(directory)
     await queue.async_save_controller_checkpoint(str(partial / _CONTROLLER))
     await queue.async_save_storage_checkpoint(str(partial))
     (partial / _METADATA).write_text(json.dumps({"storage_saved": True, "user_metadata": dict(metadata)}))
-    if directory.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        directory.rename(old)
-    partial.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
+    put_in_place(partial, directory)
 
 
 async def load_queue(site: CallSite, queue: AsyncTransferQueueClient, directory: Path) -> dict[str, Any]:
     """Replace the queue's state with a checkpoint's; its metadata. Raises `DataPlaneError` when there is none."""
-    old = _beside(directory, ".old")
-    if not directory.exists() and old.exists():
-        old.rename(directory)
+    mend(directory)
     if not (directory / _METADATA).is_file():
         raise site.failed(f"no checkpoint of a queue at {directory}")
     content = json.loads((directory / _METADATA).read_text())
@@ -53,7 +45,3 @@ async def load_queue(site: CallSite, queue: AsyncTransferQueueClient, directory:
     await queue.async_load_controller_checkpoint(str(directory / _CONTROLLER))
     metadata: dict[str, Any] = content["user_metadata"]
     return metadata
-
-
-def _beside(directory: Path, suffix: str) -> Path:
-    return directory.with_name(directory.name + suffix)

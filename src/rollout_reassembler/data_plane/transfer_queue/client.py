@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,7 @@ from rollout_reassembler.contract.errors import (
     SchemaViolation,
 )
 from rollout_reassembler.contract.messages import KVBatchMeta
+from rollout_reassembler.data_plane.barrier import GATE_PARTITION, SharedGate
 from rollout_reassembler.data_plane.base import Column, FieldSpec, SampleBatch, Schema, Tags
 from rollout_reassembler.data_plane.columns import (
     checked_columns,
@@ -90,6 +92,7 @@ class TransferQueueDataPlane:
         self._cells = cfg.cells
         self._deadlines = cfg.deadlines
         self._calls = BoundedCalls(rows.peers)
+        self._gate = SharedGate(_GateRows(self))
         self._schemas: dict[str, dict[str, FieldSpec]] = {}
 
     def register_partition(
@@ -105,7 +108,10 @@ class TransferQueueDataPlane:
         site = CallSite("register_partition", partition_id)
         if self._registered(site) is None:
             tags = [{_SCHEMA_TAG: _schema_to_json(schema)}]
-            self._run(site, self._deadlines.metadata, lambda: self._rows.put(site, _REGISTRY, [partition_id], {}, tags))
+            with self._writing(site):
+                self._run(
+                    site, self._deadlines.metadata, lambda: self._rows.put(site, _REGISTRY, [partition_id], {}, tags)
+                )
         # Read back, since another process may have registered it at the same time: all must agree with what stayed.
         existing = self._registered(site)
         if existing != schema:
@@ -132,7 +138,8 @@ class TransferQueueDataPlane:
         if not columns and new_tags is None:
             raise ValueError("a put writes columns, tags, or both; got neither")
         values = {name: to_queue(column, self._cells) for name, column in columns.items()}
-        self._run(site, self._deadlines.write, lambda: self._rows.put(site, partition_id, keys, values, new_tags))
+        with self._writing(site):
+            self._run(site, self._deadlines.write, lambda: self._rows.put(site, partition_id, keys, values, new_tags))
         return KVBatchMeta(partition_id=partition_id, sample_ids=keys, fields=list(columns) or None, tags=new_tags)
 
     def get_samples(
@@ -194,7 +201,8 @@ class TransferQueueDataPlane:
         site = CallSite("clear_samples", partition_id, keys)
         self._schema(site)
         if keys:
-            self._run(site, self._deadlines.clear, lambda: self._rows.clear(site, partition_id, keys))
+            with self._writing(site):
+                self._run(site, self._deadlines.clear, lambda: self._rows.clear(site, partition_id, keys))
 
     def claim_meta(
         self, partition_id: str, task_name: str, required_fields: Sequence[str], batch_size: int
@@ -203,11 +211,12 @@ class TransferQueueDataPlane:
         names = selected_fields(required_fields, self._schema(site), partition_id)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        keys, tags = self._run(
-            site,
-            self._deadlines.metadata,
-            lambda: self._rows.claim(site, partition_id, task_name, names, batch_size),
-        )
+        with self._writing(site):
+            keys, tags = self._run(
+                site,
+                self._deadlines.metadata,
+                lambda: self._rows.claim(site, partition_id, task_name, names, batch_size),
+            )
         return KVBatchMeta(partition_id=partition_id, task_name=task_name, sample_ids=keys, fields=names, tags=tags)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> SampleBatch:
@@ -222,10 +231,13 @@ class TransferQueueDataPlane:
             for task in task_names
         )
 
+    def quiesce(self, deadline_s: float) -> AbstractContextManager[list[str]]:
+        return self._gate.quiesced(deadline_s)
+
     def save_checkpoint(self, directory: str, *, metadata: Mapping[str, Any] | None = None) -> None:
         """Write the controller's and the storage units' state, in the queue's own layout.
 
-        Pause writers first: the parts are written one after another. On several nodes the directory
+        Quiesce first: the parts are written one after another. On several nodes the directory
         must be on a file system that all of them share.
         """
         site, path = CallSite("save_checkpoint", directory), Path(directory).absolute()
@@ -239,10 +251,12 @@ class TransferQueueDataPlane:
         site, path = CallSite("load_checkpoint", directory), Path(directory).absolute()
         metadata = self._run(site, self._deadlines.checkpoint, lambda: self._rows.load(site, path))
         self._schemas.clear()
+        self._gate.forget_restored()
         return metadata
 
     def close(self) -> None:
         """Drop this process's sockets; the client that started the queue also ends it, with all rows."""
+        self._gate.close()
         self._calls.close(self._rows.close, _CLOSE_SECONDS)
         if self._end_queue is not None:
             self._end_queue(_CLOSE_SECONDS)
@@ -250,6 +264,10 @@ class TransferQueueDataPlane:
 
     def _run(self, site: CallSite, seconds: float, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return self._calls.run(site, make, seconds)
+
+    def _writing(self, site: CallSite) -> AbstractContextManager[None]:
+        """Held while a write is under way; waits while the plane is quiesced."""
+        return self._gate.writing(site.call, site.partition, site.keys, self._deadlines.quiesced)
 
     def _schema(self, site: CallSite) -> dict[str, FieldSpec]:
         """The partition's columns; asked for once, they never change."""
@@ -269,6 +287,29 @@ class TransferQueueDataPlane:
         tags = self._run(site, self._deadlines.metadata, lambda: self._rows.tags(site, _REGISTRY, [key]))
         encoded = tags.get(key, {}).get(_SCHEMA_TAG)
         return None if encoded is None else _schema_from_json(encoded)
+
+
+class _GateRows:
+    """The rows behind the gate, by the plane's own calls below it."""
+
+    def __init__(self, plane: TransferQueueDataPlane) -> None:
+        self._plane = plane
+        self._site = CallSite("quiesce", GATE_PARTITION)
+
+    def put(self, key: str, tags: Tags) -> None:
+        self._run(lambda: self._plane._rows.put(self._site, GATE_PARTITION, [key], {}, [tags]))
+
+    def get(self, key: str) -> Tags | None:
+        return self._run(lambda: self._plane._rows.tags(self._site, GATE_PARTITION, [key])).get(key)
+
+    def list(self) -> dict[str, Tags]:
+        return self._run(lambda: self._plane._rows.list_all(self._site, GATE_PARTITION))
+
+    def clear(self, keys: Sequence[str]) -> None:
+        self._run(lambda: self._plane._rows.clear(self._site, GATE_PARTITION, list(keys)))
+
+    def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return self._plane._run(self._site, self._plane._deadlines.metadata, make)
 
 
 def _schema_to_json(schema: Schema) -> str:

@@ -26,9 +26,9 @@ from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer, 
 from rollout_reassembler.data_plane.transfer_queue.rows import QueueRows
 from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore
 
-_CONTROLLER = "TransferQueueController"
-_NAMESPACE = "transfer_queue"
-_BACKENDS = {"simple": "SimpleStorage", "mooncake_cpu": "MooncakeStore"}
+CONTROLLER = "TransferQueueController"
+NAMESPACE = "transfer_queue"
+_BACKEND = "SimpleStorage"
 _LOCAL_SPARE_CPUS = 4
 
 _ray: Any = ray
@@ -46,10 +46,10 @@ def start_queue(cfg: DataPlaneConfig) -> bool:
     when the queue ends. Takes 10 to 30 s. Raises `DataPlaneUnavailable` when CPUs are short: with
     too few, the queue's own start would wait for ever.
     """
-    _start_ray(cfg)
-    if _find_controller(cfg.deadlines.connect) is not None:
+    start_ray(cfg)
+    if find_controller(cfg.deadlines.connect) is not None:
         return False
-    _check_cpus(cfg)
+    check_cpus(cfg)
     # A queue that died under this process leaves its handles in the module: drop them first.
     run_blocking(_START, transfer_queue.close, cfg.deadlines.bootstrap)
     try:
@@ -69,11 +69,15 @@ def attach(cfg: DataPlaneConfig) -> QueueRows:
     """
     if not ray.is_initialized():
         raise _ATTACH.unavailable("Ray is not initialised here; call ray.init(address='auto') first")
-    config = _running_config(cfg.deadlines.connect)
-    wanted = _BACKENDS[cfg.backend]
+    config = running_config(cfg.deadlines.connect)
+    check_backend(config, _BACKEND)
+    return connect_sockets(config.controller.zmq_info, _BACKEND, config.backend[_BACKEND], cfg.deadlines.connect)
+
+
+def check_backend(config: Any, wanted: str) -> None:
+    """Raise `DataPlaneUnavailable` when the running queue is on another backend than the caller's config says."""
     if config.backend.storage_backend != wanted:
         raise _ATTACH.unavailable(f"the queue runs on {config.backend.storage_backend}, the config says {wanted}")
-    return connect_sockets(config.controller.zmq_info, wanted, config.backend[wanted], cfg.deadlines.connect)
 
 
 def connect_sockets(controller_info: Any, backend: str, backend_config: Any, seconds: float) -> QueueRows:
@@ -102,7 +106,7 @@ def end_queue(seconds: float) -> None:
         run_blocking(CallSite("close"), transfer_queue.close, seconds)
 
 
-def _start_ray(cfg: DataPlaneConfig) -> None:
+def start_ray(cfg: DataPlaneConfig) -> None:
     """Initialise Ray in the caller's own thread, which must live on: a local cluster dies with it.
 
     (Linux tells Ray's processes of the death of the *thread* that started them.) Ray bounds this wait itself.
@@ -117,20 +121,20 @@ def _start_ray(cfg: DataPlaneConfig) -> None:
         ray.init(address="local", num_cpus=cpus, **quiet)
 
 
-def _find_controller(seconds: float) -> Any | None:
+def find_controller(seconds: float) -> Any | None:
     """The controller's actor handle, `None` when there is no queue in this cluster."""
     try:
-        return run_blocking(_ATTACH, lambda: ray.get_actor(_CONTROLLER, namespace=_NAMESPACE), seconds)
+        return run_blocking(_ATTACH, lambda: ray.get_actor(CONTROLLER, namespace=NAMESPACE), seconds)
     except ValueError:
         return None
 
 
-def _running_config(seconds: float) -> Any:
+def running_config(seconds: float) -> Any:
     """The queue's config, with the addresses of its sockets, from its controller."""
     until = time.monotonic() + seconds
     while True:
         left = max(until - time.monotonic(), 0.1)
-        controller = _find_controller(left)
+        controller = find_controller(left)
         if controller is None:
             raise _ATTACH.unavailable("no queue is running in this Ray cluster; the driver must bootstrap it first")
         try:
@@ -150,7 +154,7 @@ def _cpus_needed(cfg: DataPlaneConfig) -> int:
     return 1 + (cfg.simple.num_storage_units if cfg.backend == "simple" else 0)
 
 
-def _check_cpus(cfg: DataPlaneConfig) -> None:
+def check_cpus(cfg: DataPlaneConfig) -> None:
     """Raise unless Ray has a free CPU for the controller and for each storage unit on the node it goes to."""
     needed = _cpus_needed(cfg)
     free = int(_ray.available_resources().get("CPU", 0))
@@ -166,21 +170,19 @@ def _check_cpus(cfg: DataPlaneConfig) -> None:
 
 
 def _queue_config(cfg: DataPlaneConfig) -> Any:
-    """What `transfer_queue.init` takes. Mooncake's branch comes with its adapter."""
-    if cfg.backend != "simple":
-        raise ValueError(f"this adapter cannot start a queue on {cfg.backend} yet")
+    """What `transfer_queue.init` takes."""
     simple = {
         "num_data_storage_units": cfg.simple.num_storage_units,
         "total_storage_size": cfg.simple.total_storage_size,
     }
-    backend = {"storage_backend": _BACKENDS[cfg.backend], "SimpleStorage": simple}
+    backend = {"storage_backend": _BACKEND, _BACKEND: simple}
     # With polling a claim that finds too few rows is answered; without, it stops the controller for seconds.
     return OmegaConf.create({"controller": {"polling_mode": True}, "backend": backend})
 
 
 def _remove_half_started(cfg: DataPlaneConfig) -> None:
     """Kill what a failed start left behind: a controller without a config makes every later caller wait."""
-    controller = _find_controller(cfg.deadlines.connect)
+    controller = find_controller(cfg.deadlines.connect)
     if controller is not None:
         ray.kill(controller)
     end_queue(cfg.deadlines.connect)

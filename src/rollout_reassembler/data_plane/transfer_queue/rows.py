@@ -35,7 +35,7 @@ from rollout_reassembler.data_plane.transfer_queue.queue_errors import translate
 from rollout_reassembler.data_plane.transfer_queue.store import ValueStore
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, field_schema
 
-_OWNER = "__owner__"
+OWNER = "__owner__"
 """The column that says whose row it is: partition and key."""
 
 _READ_ATTEMPTS = 5
@@ -72,13 +72,14 @@ class QueueRows:
     ) -> None:
         """Write columns, then make them readable, then set tags: a tag that is there means written."""
         async with translated(site):
-            meta = await self._queue.async_kv_retrieve_meta(keys, partition, create=True)
+            meta = await self._numbered(partition, keys, with_values=bool(columns))
             if len(meta) != len(keys):
                 raise site.failed(f"the controller numbered {len(meta)} of {len(keys)} rows")
             if columns:
-                owned = {**columns, _OWNER: _owners(partition, keys)}
+                owned = {**columns, OWNER: _owners(partition, keys)}
                 backend_meta = await self._store.put(meta, owned)
                 await self._announce(site, partition, meta.global_indexes, owned, backend_meta)
+                await self._store.forget(meta, backend_meta)
             if tags is not None:
                 await self._set_tags(partition, meta, tags)
 
@@ -90,7 +91,7 @@ class QueueRows:
         Without `partial` the answer to a read with missing rows holds no columns.
         """
         async with translated(site):
-            wanted, suspects, owned = keys, set[str](), [*names, _OWNER]
+            wanted, suspects, owned = keys, set[str](), [*names, OWNER]
             for _ in range(_READ_ATTEMPTS):
                 if not wanted or (len(wanted) < len(keys) and not partial):
                     return RowsRead([], {name: [] for name in names}, _without(keys, wanted))
@@ -103,7 +104,7 @@ class QueueRows:
                 except KeyError:
                     wanted = await self._held(wanted, meta, owned)
                     continue
-                owners = zip(wanted, columns.pop(_OWNER), _owners(partition, wanted), strict=True)
+                owners = zip(wanted, columns.pop(OWNER), _owners(partition, wanted), strict=True)
                 replaced = {key for key, owner, expected in owners if owner != expected}
                 if not replaced:
                     return RowsRead(wanted, columns, _without(keys, wanted))
@@ -135,7 +136,7 @@ class QueueRows:
         again; the rows are hidden from readers by then.
         """
         async with translated(site):
-            meta = await self._queue.async_kv_retrieve_meta(keys, partition)
+            meta = await self._found(partition, keys)
             if len(meta) == 0:
                 return
             await self._queue._mark_clearing_in_controller(meta)
@@ -180,6 +181,14 @@ class QueueRows:
     def close(self) -> None:
         """Close this process's sockets. On the loop thread, which they belong to, once no call is under way."""
         self._queue.close()
+
+    async def _numbered(self, partition: str, keys: list[str], *, with_values: bool) -> BatchMeta:
+        """What a put is told of its rows, which are there from here on."""
+        return await self._queue.async_kv_retrieve_meta(keys, partition, create=True)
+
+    async def _found(self, partition: str, keys: list[str]) -> BatchMeta:
+        """What a clear is told of those rows that are there."""
+        return await self._queue.async_kv_retrieve_meta(keys, partition)
 
     async def _announce(
         self,

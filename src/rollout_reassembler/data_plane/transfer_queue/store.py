@@ -30,6 +30,9 @@ class ValueStore(Protocol):
     async def put(self, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
         """Write the columns of these rows; returns when they are stored."""
 
+    async def forget(self, meta: Any, written: BackendMeta) -> None:
+        """Drop what the rows held before, now that readers know the new values. Never fails the put."""
+
     async def get(self, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
         """One list of values a column, in the order of `meta`. Raises `KeyError` when any row lacks one."""
 
@@ -56,6 +59,9 @@ class SimpleStore:
             requests.append(self._manager._request_with_retry("put", unit, f"{len(meta)} rows", send))
         await asyncio.gather(*requests)
         return {}
+
+    async def forget(self, meta: Any, written: BackendMeta) -> None:
+        """Nothing: a unit overwrites in place."""
 
     async def get(self, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
         groups = self._manager._group_by_hash(meta.global_indexes)

@@ -1,0 +1,15 @@
+"""The data plane on Mooncake: the queue's controller knows the rows, a Mooncake store holds their values.
+
+client.py       the `DataPlaneClient`: the TransferQueue one with another store and checkpoints of its own
+rows.py         what a call does on the wire where values are objects of a store
+objects.py      a row's values as objects, and back
+store.py        the store itself: its quirks end here
+connection.py   starting master, controller and memory hosts; attaching
+master.py       a Mooncake master as a child process
+host.py         a memory host: the process that owns a segment
+participant.py  checkpoint commands, run by an owner of memory
+owners.py       the handles by which a driver commands owners
+checkpoint.py   the driver's side of a checkpoint
+
+Nothing is imported here: a memory host needs neither torch nor TransferQueue.
+"""

@@ -1,0 +1,151 @@
+"""Starting a plane on Mooncake, attaching to it, ending it.
+
+    master        a child of the bootstrapping process, or one that runs already
+    controller    the queue's, a named Ray actor, as with every backend
+    memory hosts  Ray actors spread over the nodes, or processes that run already
+
+Whoever starts it owns it. The controller keeps the addresses, so all others find the store through
+it. The backend has a name of its own there: TransferQueue's own Mooncake clients lay values out in
+another way, and had better say that they do not know it than read what is not there.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import ray
+from omegaconf import OmegaConf
+from ray.exceptions import RayError
+from transfer_queue.client import AsyncTransferQueueClient
+from transfer_queue.controller import TransferQueueController
+from transfer_queue.sampler import SequentialSampler
+
+from rollout_reassembler.contract.errors import DataPlaneError
+from rollout_reassembler.data_plane.config import DataPlaneConfig, MooncakeCpuBackendConfig
+from rollout_reassembler.data_plane.mooncake.host import MemoryHost
+from rollout_reassembler.data_plane.mooncake.master import start_master
+from rollout_reassembler.data_plane.mooncake.rows import MooncakeRows
+from rollout_reassembler.data_plane.mooncake.store import MooncakeStore
+from rollout_reassembler.data_plane.mooncake.values import MooncakeValues
+from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer, run_blocking
+from rollout_reassembler.data_plane.transfer_queue.connection import (
+    CONTROLLER,
+    NAMESPACE,
+    check_backend,
+    check_cpus,
+    find_controller,
+    running_config,
+    start_ray,
+)
+
+BACKEND = "RolloutReassemblerMooncake"
+
+_SHARED = ("master_server_address", "metadata_server", "protocol")
+"""What every process must have alike: it comes from the controller, not from the process's own config."""
+
+_ray: Any = ray
+"""Ray, where it has no types of its own."""
+
+_START = CallSite("bootstrap")
+_ATTACH = CallSite("connect")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """An attached process: the rows, the store below them, and the actors that own its memory."""
+
+    rows: MooncakeRows
+    store: MooncakeStore
+    hosts: tuple[Any, ...] = ()
+
+
+def start(cfg: DataPlaneConfig) -> ExitStack | None:
+    """Start what the config asks for; closing the stack ends it. `None` if a queue runs in this Ray cluster already.
+
+    Raises `DataPlaneUnavailable`, and leaves nothing behind then.
+    """
+    start_ray(cfg)
+    if find_controller(cfg.deadlines.connect) is not None:
+        return None
+    check_cpus(cfg)
+    with ExitStack() as started:
+        store = cfg.mooncake_cpu
+        if store.start_master:
+            master = start_master(store.master_server_address, cfg.deadlines.bootstrap)
+            started.callback(master.end)
+            store = store.model_copy(update={"master_server_address": master.address})
+        actor_class: Any = TransferQueueController
+        controller = actor_class.options(name=CONTROLLER, namespace=NAMESPACE).remote(
+            sampler=SequentialSampler(), polling_mode=True
+        )
+        started.callback(_kill, controller)
+        info = _answer(controller.get_zmq_server_info.remote(), cfg)
+        hosts = []
+        for _ in range(store.memory_hosts):
+            name = f"rollout_reassembler.memory_host.{uuid4().hex[:8]}"
+            host = _host_class(name).remote(store.model_dump(), session=info.id, deadlines=cfg.deadlines.model_dump())
+            started.callback(_kill, host)
+            hosts.append((name, host))
+        for _, host in hosts:
+            _answer(host.mooncake_checkpoint.remote({"operation": "DESCRIBE", "session": info.id}), cfg)
+        running = {
+            "controller": {"polling_mode": True, "zmq_info": info},
+            "backend": {
+                "storage_backend": BACKEND,
+                BACKEND: {**{name: getattr(store, name) for name in _SHARED}, "hosts": [name for name, _ in hosts]},
+            },
+        }
+        _answer(controller.store_config.remote(OmegaConf.create(running, flags={"allow_objects": True})), cfg)
+        return started.pop_all()
+
+
+def attach(cfg: DataPlaneConfig) -> Connection:
+    """Connect to the running plane. Raises `DataPlaneUnavailable` when there is none."""
+    if not ray.is_initialized():
+        raise _ATTACH.unavailable("Ray is not initialised here; call ray.init(address='auto') first")
+    config = running_config(cfg.deadlines.connect)
+    check_backend(config, BACKEND)
+    shared = config.backend[BACKEND]
+    store = cfg.mooncake_cpu.model_copy(update={name: shared[name] for name in _SHARED})
+    if not store.local_hostname:
+        store = store.model_copy(update={"local_hostname": _ray.util.get_node_ip_address()})
+    connected = connect(cfg, store, config.controller.zmq_info)
+    hosts = tuple(ray.get_actor(name, namespace=NAMESPACE) for name in shared.hosts)
+    return Connection(connected.rows, connected.store, hosts)
+
+
+def connect(cfg: DataPlaneConfig, store_config: MooncakeCpuBackendConfig, controller_info: Any) -> Connection:
+    """Connect to a controller and a master whose addresses are known. Needs no Ray."""
+    controller = Peer("the queue's controller", controller_info.ip, controller_info.ports["request_handle_socket"])
+
+    def connected() -> tuple[AsyncTransferQueueClient, MooncakeStore]:
+        queue = AsyncTransferQueueClient(f"reassembler_{os.getpid()}_{uuid4().hex[:8]}", controller_info)
+        size = store_config.client_segment_size
+        return queue, MooncakeStore(store_config, session=controller_info.id, segment_size=size)
+
+    queue, store = run_blocking(_ATTACH, connected, cfg.deadlines.connect)
+    return Connection(MooncakeRows(queue, MooncakeValues(store), controller), store)
+
+
+def _host_class(name: str) -> Any:
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+    return ray.remote(**options)(MemoryHost).options(name=name, namespace=NAMESPACE)
+
+
+def _answer(reference: Any, cfg: DataPlaneConfig) -> Any:
+    """An actor's answer. Raises `DataPlaneError`."""
+    try:
+        return ray.get(reference, timeout=cfg.deadlines.bootstrap)
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, DataPlaneError):
+            raise cause from error
+        raise _START.unavailable(f"the plane did not start: {error}") from error
+
+
+def _kill(actor: Any) -> None:
+    ray.kill(actor)

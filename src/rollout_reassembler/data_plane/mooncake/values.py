@@ -1,0 +1,111 @@
+"""Columns of rows in a Mooncake store: the `ValueStore` of this backend.
+
+The rows come as the queue's `BatchMeta`, whose backend metadata holds a cell for each column
+(`objects.py`), and in that of the owner column the index of the row's objects, for rows that had values.
+The store's calls block, so they run on a few threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from rollout_reassembler.data_plane.mooncake.objects import Names, RowIndex, pack_row, referred, unpack
+from rollout_reassembler.data_plane.mooncake.store import MooncakeStore, StoreFailure
+from rollout_reassembler.data_plane.transfer_queue.calls import Peer
+from rollout_reassembler.data_plane.transfer_queue.rows import OWNER
+from rollout_reassembler.data_plane.transfer_queue.store import BackendMeta
+from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_THREADS = 4
+
+
+class MooncakeValues:
+    """Values by cell. Raises `StoreFailure`, and `KeyError` for a value whose object is not there."""
+
+    def __init__(self, store: MooncakeStore) -> None:
+        self.store = store
+        self._names = Names()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooncake")
+        self._running = 0
+
+    async def put(self, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
+        """Write new objects beside those that the rows have; leaves none behind when it fails."""
+        values = {name: column for name, column in columns.items() if name != OWNER}
+        packed = [pack_row({name: values[name][row] for name in values}, self._names) for row in range(len(meta))]
+        objects = [stored for row in packed for stored in row.objects]
+        if objects:
+            try:
+                await self._run(lambda: self.store.put(objects))
+            except StoreFailure:
+                await self._remove_unused([stored.name for stored, _ in objects])
+                raise
+        written: BackendMeta = {}
+        for index, old, owner, row in zip(
+            meta.global_indexes, meta._custom_backend_meta, columns[OWNER], packed, strict=True
+        ):
+            before = RowIndex.of(old[OWNER]) if OWNER in old else RowIndex(owner)
+            written[index] = {**row.cells, OWNER: before.overwritten(owner, row.cells).to_cell()}
+        return written
+
+    async def forget(self, meta: Any, written: BackendMeta) -> None:
+        """Remove the objects that the put has replaced."""
+        unused: set[str] = set()
+        for index, old in zip(meta.global_indexes, meta._custom_backend_meta, strict=True):
+            if OWNER in old:
+                unused |= RowIndex.of(old[OWNER]).names() - RowIndex.of(written[index][OWNER]).names()
+        await self._remove_unused(sorted(unused))
+
+    async def get(self, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+        """One list of values a column; those of the owner column are in its cells."""
+        cells = {name: [row[name] for row in meta._custom_backend_meta] for name in names}
+        owner_cells = cells.pop(OWNER, None)
+        parts = referred(cell for column in cells.values() for cell in column)
+        contents = await self._run(lambda: self.store.get(parts)) if parts else {}
+        columns = {name: [unpack(cell, contents) for cell in column] for name, column in cells.items()}
+        if owner_cells is not None:
+            columns[OWNER] = [RowIndex.of(cell).owner for cell in owner_cells]
+        return columns
+
+    async def clear(self, meta: Any) -> None:
+        """Remove all objects of these rows."""
+        names = {name for row in meta._custom_backend_meta if OWNER in row for name in RowIndex.of(row[OWNER]).names()}
+        if names:
+            await self._run(lambda: self.store.remove(sorted(names)))
+
+    def peers(self) -> list[Peer]:
+        """The master. Memory hosts come and go; a read that one does not answer says so itself."""
+        host, _, port = self.store.address.rpartition(":")
+        return [Peer("the Mooncake master", host, int(port))]
+
+    def close(self) -> None:
+        """Disconnect, unless a call is still under way: then the end of the process does it."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._running == 0:
+            self.store.close()
+
+    async def _remove_unused(self, names: Sequence[str]) -> None:
+        """Remove objects that nobody refers to. Where that fails they stay until the session ends."""
+        if not names:
+            return
+        try:
+            await self._run(lambda: self.store.remove(names))
+        except StoreFailure as failure:
+            logger.warning("%d objects that nobody refers to stay in the store: %s", len(names), failure)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        def counted() -> T:
+            self._running += 1
+            try:
+                return work()
+            finally:
+                self._running -= 1
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, counted)

@@ -1,0 +1,87 @@
+"""A plane on a real Mooncake master, without Ray: each part a process of its own, for tests that kill them.
+
+    site = MooncakeSite(queues, hosts=2)        # a controller, a master, memory hosts that obey commands
+    plane = site.connect()
+    site.hosts[0].kill()
+
+`queues` is the host of plain queues (`data_plane/plain_queue.py`). All of it listens on loopback, and ends
+with this process, or with `close`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_reassembler.data_plane.config import DataPlaneConfig, Deadlines, MooncakeCpuBackendConfig
+from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
+from rollout_reassembler.data_plane.mooncake.connection import connect
+from rollout_reassembler.data_plane.mooncake.master import start_master
+from rollout_reassembler.data_plane.mooncake.owners import PipeOwner
+from tests.data_plane.plain_queue import QueueHost, server_info
+
+SEGMENT = 256 << 20
+DEADLINES = Deadlines(read=10, write=10, clear=10, metadata=10, connect=20, checkpoint=60, quiesced=20)
+
+
+@dataclass
+class Host:
+    """A memory host: `reassemble mooncake-host --commands` as a child of this process."""
+
+    process: subprocess.Popen[str]
+    segment: str
+
+    @property
+    def owner(self) -> PipeOwner:
+        return PipeOwner(self.process)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+def start_host(master: str, *, segment_size: int = SEGMENT) -> Host:
+    command = [sys.executable, "-m", "rollout_reassembler", "mooncake-host", "--commands"]
+    command += ["--master", master, "--segment-size", str(segment_size), "--buffer-size", "64MiB"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "the memory host ended; its error is above"
+    return Host(process, json.loads(line)["ready"]["segment"])
+
+
+class MooncakeSite:
+    """The processes of one plane."""
+
+    def __init__(self, queues: QueueHost, *, hosts: int = 1, segment_size: int = SEGMENT) -> None:
+        self.controller = queues.start_controller()
+        self.master = start_master("127.0.0.1:0", 20)
+        self.hosts = [start_host(self.master.address, segment_size=segment_size) for _ in range(hosts)]
+
+    def config(self, deadlines: Deadlines = DEADLINES, **store: Any) -> DataPlaneConfig:
+        settings = {"master_server_address": self.master.address, "local_buffer_size": 64 << 20, **store}
+        return DataPlaneConfig(
+            impl="transfer_queue",
+            backend="mooncake_cpu",
+            deadlines=deadlines,
+            mooncake_cpu=MooncakeCpuBackendConfig(**settings),
+        )
+
+    def connect(self, deadlines: Deadlines = DEADLINES, *, owners: bool = True, **store: Any) -> MooncakeDataPlane:
+        """A client in this process; with `owners` it commands the memory hosts."""
+        cfg = self.config(deadlines, **store)
+        plane = MooncakeDataPlane.over_connection(
+            connect(cfg, cfg.mooncake_cpu, server_info(self.controller.address)), cfg
+        )
+        for host in self.hosts if owners else ():
+            plane.add_owner(host.owner)
+        return plane
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.kill()
+        self.master.end()
+        self.controller.kill()

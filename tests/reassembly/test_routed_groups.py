@@ -1,0 +1,605 @@
+"""Router replay by whole groups, in both modes: from what engines gave to what a trainer replays."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from rollout_reassembler.cli.bench.counting import CallCounter, counted
+from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout
+from rollout_reassembler.contract.messages import FinalizedGroup
+from rollout_reassembler.contract.routed_experts import ROUTES_KEY, encode_routed_experts, route_extras
+from rollout_reassembler.data_plane.memory import MemoryDataPlane
+from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG, decode_route_plan
+from rollout_reassembler.reassembly.routed_rows import assemble_group_routes
+from rollout_reassembler.reassembly.routes import FAILURE_CODES, RouteFailure
+from rollout_reassembler.reassembly.sweep import sweep_staging
+from rollout_reassembler.staging.source import StagingSource
+from tests.captures import MadeRollout
+from tests.reassembly.crash_plane import CrashPlane
+from tests.reassembly.routed_pipeline import (
+    AT_CAPTURE,
+    IN_STAGING,
+    MODEL,
+    MODES,
+    SOUND,
+    AtCapture,
+    Capture,
+    InStaging,
+    Mode,
+    Pipeline,
+    Planned,
+    captures,
+    claimed_one_less,
+    claimed_one_more,
+    routes_of,
+)
+from tests.route_captures import Turn, expected, made, truth
+
+NARROW = (1, 2)
+"""`(L, K)` where routes are written out by hand."""
+
+MISSING = [[-1, -1]]
+
+
+@pytest.fixture(params=MODES)
+def pipeline(request: pytest.FixtureRequest) -> Pipeline:
+    return Pipeline.on(MemoryDataPlane(), request.param)
+
+
+@pytest.fixture
+def deferred() -> Pipeline:
+    return Pipeline.on(MemoryDataPlane(), "deferred")
+
+
+@pytest.fixture
+def direct() -> Pipeline:
+    return Pipeline.on(MemoryDataPlane(), "direct")
+
+
+def rows(*routes: list[list[int]]) -> dict[str, str]:
+    return {ROUTES_KEY: encode_routed_experts([list(route) for route in routes])}
+
+
+def finalized(pipeline: Pipeline, *rollouts: MadeRollout, **options: Any) -> FinalizedGroup:
+    pipeline.stage(*rollouts)
+    return pipeline.finalize(rollouts, **options)
+
+
+# --- the boundary -----------------------------------------------------------------------------------
+
+
+def conversation(*, turns: int) -> MadeRollout:
+    """Prompt [1, 2], sampled [3]; the engine makes up [0, 1] for token 3. Then a tool result [4], sampled [5]."""
+    engine = np.array([[[10, 11]], [[20, 21]], [[30, 31]], [[40, 41]]])
+    rollout = MadeRollout("r")
+    first = rollout.call([1, 2], [3], extras=rows([[10, 11]], [[20, 21]], [[0, 1]]))
+    if turns == 2:
+        rollout.call([4], [5], parent=first, extras=route_extras(engine, prev_len=3, delta_len=2))
+    return rollout
+
+
+def test_the_next_turns_prefill_routes_the_last_sampled_token(pipeline: Pipeline) -> None:
+    (routes,) = pipeline.routes(finalized(pipeline, conversation(turns=2)), model_shape=NARROW)
+    assert routes.tolist() == [[[10, 11]], [[20, 21]], [[30, 31]], [[40, 41]], MISSING]
+
+
+def test_without_a_next_turn_the_last_sampled_token_is_missing(pipeline: Pipeline) -> None:
+    (routes,) = pipeline.routes(finalized(pipeline, conversation(turns=1)), model_shape=NARROW)
+    assert routes.tolist() == [[[10, 11]], [[20, 21]], MISSING]
+
+
+def test_a_branch_off_the_chain_never_routes_a_token_of_the_row(pipeline: Pipeline) -> None:
+    """Two calls continue the first one, and the one of the chain was staged without routes."""
+    engine = np.array([[[10, 11]], [[20, 21]], [[30, 31]], [[40, 41]]])
+    rollout = MadeRollout("r")
+    first = rollout.call([1, 2], [3], extras=route_extras(engine[:2], prev_len=0, delta_len=3))
+    rollout.call([8], [9], parent=first, extras=route_extras(engine + 50, prev_len=3, delta_len=2))
+    rollout.call([4], [5], parent=first)
+    (routes,) = pipeline.routes(finalized(pipeline, rollout), model_shape=NARROW)
+    assert routes.tolist() == [[[10, 11]], [[20, 21]], MISSING, MISSING, MISSING]
+
+
+# --- CASES: routes ----------------------------------------------------------------------------------
+
+
+def valid_but_missing(pipeline: Pipeline, rollout: MadeRollout, tokens: int) -> None:
+    """The rollout's row is published with its tokens, and not one of them has a route. Its sibling has all."""
+    answer = finalized(pipeline, rollout, made("sibling", SOUND))
+    assert answer.rejections == {}
+    row, sibling = pipeline.routes(answer)
+    assert row.shape == (tokens, *MODEL)
+    assert (row == -1).all()
+    assert np.array_equal(sibling, expected(SOUND))
+
+
+def test_18057_route_rows_for_17804_tokens(pipeline: Pipeline) -> None:
+    rollout = MadeRollout("r")
+    staged = np.ones((18_057, *MODEL), np.int16)
+    rollout.call(range(10_000), range(7_804), extras={ROUTES_KEY: encode_routed_experts(staged)})
+    valid_but_missing(pipeline, rollout, 17_804)
+
+
+def test_one_row_less_than_tokens(pipeline: Pipeline) -> None:
+    """Taken as the generation's two rows, token 2's route would land on token 3."""
+    rollout = MadeRollout("r")
+    rollout.call([1, 2], [3, 4], extras={ROUTES_KEY: encode_routed_experts(truth(3))})
+    valid_but_missing(pipeline, rollout, 4)
+
+
+def test_routes_for_the_whole_sequence_where_the_delta_was_wanted(pipeline: Pipeline) -> None:
+    rollout, routes = MadeRollout("r"), truth(6)
+    first = rollout.call([1, 2], [3], extras={ROUTES_KEY: encode_routed_experts(routes[:3])})
+    rollout.call([4], [5, 6], parent=first, extras={ROUTES_KEY: encode_routed_experts(routes)})
+    (row,) = pipeline.routes(finalized(pipeline, rollout))
+    assert np.array_equal(row[:2], routes[:2])
+    assert (row[2:] == -1).all()
+
+
+def test_routes_dropped_by_a_preemption(pipeline: Pipeline) -> None:
+    rollout = MadeRollout("r")
+    rollout.call([1, 2], [3, 4, 5], extras={ROUTES_KEY: encode_routed_experts(truth(2))})
+    valid_but_missing(pipeline, rollout, 5)
+
+
+def test_one_rollout_of_another_shape_and_the_group_lives(pipeline: Pipeline) -> None:
+    odd, *others = made("odd", SOUND, layers=3), made("a", SOUND), made("b", SOUND)
+    answer = finalized(pipeline, odd, *others)
+    batch = pipeline.batch(answer)
+    if pipeline.mode == "direct":
+        assert answer.rejections == {"odd": "route_assembly:fragment_model_shape"}
+    else:
+        assert answer.rejections == {}
+        assert batch.route_report.failures == {"fragment_model_shape": 1}
+    first, *routed = routes_of(batch)
+    assert (first == -1).all()
+    assert all(np.array_equal(row, expected(SOUND)) for row in routed)
+
+
+def test_a_group_with_valid_rows_but_no_routes_yet_is_published(pipeline: Pipeline) -> None:
+    answer = finalized(pipeline, made("a", [Turn(2, 2, "none")]), made("b", [Turn(3, 2, "too_few")]))
+    assert (answer.valid_row_count, answer.total_row_count) == (2, 2)
+    assert [row.shape for row in pipeline.routes(answer)] == [(4, *MODEL), (5, *MODEL)]
+    if pipeline.mode == "direct":
+        assert [row["routed_experts"].shape for row in pipeline.rows(answer)] == [(4, 0, 0), (5, 0, 0)]
+
+
+# --- every failure, from its smallest input ---------------------------------------------------------
+
+FAILURES: dict[AtCapture | InStaging, str] = {**AT_CAPTURE, **IN_STAGING, claimed_one_more: "fragment_length"}
+
+
+@pytest.mark.parametrize("spoil", FAILURES, ids=lambda spoil: spoil.__name__)
+def test_a_bad_fragment_costs_its_own_rollout_and_is_counted_by_its_code(
+    pipeline: Pipeline, spoil: AtCapture | InStaging
+) -> None:
+    """One call of two tokens, `[1]|[2]`, staged with a row for the second; and siblings on both sides."""
+    code = FAILURES[spoil]
+    small = Planned((Turn(1, 1, "tail"),), spoil=spoil)
+    capture = Capture((Planned(SOUND), small, Planned(SOUND)))
+    outcome = capture.through(pipeline, "g")
+    assert [outcome.failure(index) for index in range(3)] == [None, code, None]
+    assert (outcome.routes[1] == -1).all()
+    for sibling in (0, 2):
+        assert np.array_equal(outcome.routes[sibling], expected(SOUND))
+    if pipeline.mode == "direct":
+        assert outcome.answer.rejections == {"g-r1": f"route_assembly:{code}"}
+        assert "g-r1/c0" in outcome.answer.staging_keys
+        assert outcome.answer.metrics["finalize/capture_failure_reason_route_assembly_count"] == 1.0
+        assert outcome.answer.metrics[f"finalize/capture_failure_reason_route_assembly_{code}_count"] == 1.0
+    else:
+        assert outcome.answer.rejections == {}
+        assert list(outcome.failed_rows) == ["g_g1"]
+    assert pipeline.staged() == set()
+
+
+@pytest.mark.parametrize("spoil", FAILURES, ids=lambda spoil: spoil.__name__)
+def test_or_stops_the_trainer_as_configured_and_nothing_is_lost(
+    deferred: Pipeline, spoil: AtCapture | InStaging
+) -> None:
+    rollout = Planned((Turn(1, 1, "tail"),), spoil=spoil).stage(deferred, "r")
+    answer = deferred.finalize([rollout])
+    with pytest.raises(RouteFailure, match="row 'g_g0'") as failed:
+        deferred.batch(answer, on_failure="raise")
+    assert failed.value.code == FAILURES[spoil]
+    assert deferred.staged() == {"r/c0"}
+
+
+@pytest.mark.parametrize("spoil", [claimed_one_more, claimed_one_less], ids=lambda spoil: spoil.__name__)
+def test_a_claim_that_is_one_token_off_shifts_nothing(pipeline: Pipeline, spoil: InStaging) -> None:
+    """`[1]|[2]` with a row for each: a claim of three gives nothing, one of one row is found out."""
+    outcome = Capture((Planned(SOUND), Planned((Turn(1, 1),), spoil=spoil))).through(pipeline, "g")
+    assert outcome.failure(1) == (None if spoil is claimed_one_more else "fragment_length")
+    assert (outcome.routes[1] == -1).all()
+    assert np.array_equal(outcome.routes[0], expected(SOUND))
+
+
+def test_a_plan_of_another_row_is_a_canonical_length_mismatch(deferred: Pipeline) -> None:
+    answer = finalized(deferred, made("a", SOUND), made("b", [Turn(1, 1)]))
+    (tags,) = deferred.plane.get_tags(["g_g0"], deferred.canonical)
+    deferred.plane.put_samples(["g_g1"], deferred.canonical, tags=[{ROUTE_PLAN_TAG: tags[ROUTE_PLAN_TAG]}])
+    batch = deferred.batch(answer)
+    assert batch.route_report.failures == {"canonical_length_mismatch": 1}
+    assert np.array_equal(routes_of(batch)[0], expected(SOUND))
+    assert batch.route_report.unreleased == ("a/c0", "a/c1")
+
+
+def test_routes_of_another_length_than_the_row_are_an_assembled_length_mismatch(direct: Pipeline) -> None:
+    answer = finalized(direct, made("a", SOUND), made("b", [Turn(1, 1)]))
+    direct.plane.put_samples(["g_g1"], direct.canonical, {"routed_experts": [truth(3)]})
+    batch = direct.batch(answer)
+    assert batch.route_report.failures == {"assembled_length_mismatch": 1}
+    assert np.array_equal(routes_of(batch)[0], expected(SOUND))
+
+
+def test_every_failure_code_was_earned_above() -> None:
+    assert {*FAILURES.values(), "canonical_length_mismatch", "assembled_length_mismatch"} == set(FAILURE_CODES)
+
+
+# --- groups mix -------------------------------------------------------------------------------------
+
+
+def test_rows_with_routes_rows_without_and_placeholders_share_a_group(pipeline: Pipeline) -> None:
+    rollouts = [made("routed", SOUND), made("plain", [Turn(2, 2, "none")]), made("lost", SOUND)]
+    answer = finalized(pipeline, *rollouts, receipts=[rollouts[0].receipt(), rollouts[1].receipt(), None])
+    assert answer.meta.sample_ids == ["g_g0", "g_g1", "g_g2"]
+    assert (answer.valid_row_count, answer.total_row_count) == (2, 3)
+    batch = pipeline.batch(answer)
+    routed, plain, placeholder = routes_of(batch)
+    assert np.array_equal(routed, expected(SOUND))
+    assert plain.shape == (4, *MODEL)
+    assert placeholder.shape == (1, *MODEL)
+    assert (plain == -1).all()
+    assert (placeholder == -1).all()
+    assert (batch.route_report.rows_without_routes, batch.route_report.failures) == (2, {})
+    if pipeline.mode == "direct":
+        assert [row["routed_experts"].shape for row in pipeline.rows(answer)] == [(8, 2, 2), (4, 2, 2), (1, 2, 2)]
+    assert pipeline.staged() == set()
+
+
+@pytest.mark.parametrize("receipt", [None, "unreadable"])
+def test_an_all_rejected_group_before_any_routes_were_seen(pipeline: Pipeline, receipt: Any) -> None:
+    answer = finalized(pipeline, made("a", SOUND), made("b", SOUND), receipts=[receipt, receipt])
+    assert (answer.valid_row_count, answer.total_row_count) == (0, 2)
+    batch = pipeline.batch(answer)
+    assert batch.input_lengths.tolist() == [1, 1]
+    assert (batch.routed_experts == -1).all()
+    if pipeline.mode == "direct":
+        assert [row["routed_experts"].shape for row in pipeline.rows(answer)] == [(1, 0, 0), (1, 0, 0)]
+    assert pipeline.staged() == set()
+
+
+def test_a_group_whose_every_fragment_is_bad_is_published(pipeline: Pipeline) -> None:
+    bad = Planned(SOUND, spoil=next(iter(IN_STAGING)))
+    outcome = Capture((bad, bad)).through(pipeline, "g")
+    assert outcome.answer.total_row_count == 2
+    assert outcome.answer.valid_row_count == (0 if pipeline.mode == "direct" else 2)
+    assert [outcome.failure(index) for index in range(2)] == [bad.code] * 2
+    assert all((row == -1).all() for row in outcome.routes)
+    assert pipeline.staged() == set()
+
+
+def test_one_rollout_alone_is_proven_with_its_routes(pipeline: Pipeline) -> None:
+    rollout = made("r", SOUND)
+    pipeline.stage(rollout)
+    proven = pipeline.reassembler().finalize_rollout("r", rollout.receipt(), reward=1.0)
+    assert proven.route_plan is not None
+    if pipeline.mode == "direct":
+        assert np.array_equal(proven.routed_experts, expected(SOUND))
+    else:
+        assert proven.routed_experts is None
+    assert pipeline.staged() == {"r/c0", "r/c1"}
+
+
+# --- generated --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=250, deadline=None)
+@given(captures())
+def test_both_modes_give_the_same_tensor_row_by_row_or_the_same_reason(capture: Capture) -> None:
+    capture.check({mode: capture.through(Pipeline.on(MemoryDataPlane(), mode), "g") for mode in MODES})
+
+
+# --- who holds staged rows, and how long ------------------------------------------------------------
+
+
+def with_branch(rollout_id: str) -> MadeRollout:
+    """Two turns, and an abandoned try of the second one before it."""
+    rollout, routes = MadeRollout(rollout_id), truth(8)
+    first = rollout.call([1, 2], [3, 4], extras=route_extras(routes[:4], prev_len=0, delta_len=4))
+    rollout.call([9], [9], parent=first, call_id="abandoned", extras=route_extras(routes[:6], prev_len=4, delta_len=2))
+    rollout.call([5], [6, 7, 8], parent=first, call_id="kept", extras=route_extras(routes, prev_len=4, delta_len=4))
+    return rollout
+
+
+def test_deferred_keeps_exactly_the_rows_that_plans_name(deferred: Pipeline) -> None:
+    """Whatever the trainer still needs, with what goes with it; nothing of the rows that have no routes."""
+    rollouts = [with_branch("a"), made("plain", [Turn(2, 2, "none")]), made("short", [Turn(1, 3, "too_few")])]
+    rollouts += [made("b", SOUND), made("lost", SOUND)]
+    receipts = [*(rollout.receipt() for rollout in rollouts[:4]), None]
+    answer = finalized(deferred, *rollouts, receipts=receipts)
+    tags = [tag[ROUTE_PLAN_TAG] for tag in deferred.plane.get_tags(answer.meta.sample_ids, deferred.canonical)]
+    assert [tag is not None for tag in tags] == [True, False, False, True, False]
+    named = {key for tag in tags if tag for key in decode_route_plan(tag).cleanup_staging_keys}
+    assert deferred.staged() == named == {"a/c0", "a/abandoned", "a/kept", "b/c0", "b/c1"}
+    batch = deferred.batch(answer)
+    assert deferred.staged() == set()
+    assert np.array_equal(routes_of(batch)[0][:-1], truth(8)[:-1])
+
+
+def test_direct_keeps_nothing(direct: Pipeline) -> None:
+    finalized(direct, with_branch("a"), made("plain", [Turn(2, 2, "none")]))
+    assert direct.staged() == set()
+
+
+@pytest.mark.parametrize("released", [0, 1, 2])
+def test_a_deferred_group_finalized_again_gives_the_same_answer_and_clears_nothing(
+    deferred: Pipeline, released: int
+) -> None:
+    """Before, while and after the trainer works through its rows."""
+    rollouts = [made("a", SOUND), made("b", SOUND)]
+    first = finalized(deferred, *rollouts)
+    for index in range(released):
+        meta = first.meta
+        batch = deferred.batch(type(meta)(meta.partition_id, sample_ids=[meta.sample_ids[index]]))
+        assert np.array_equal(routes_of(batch)[0], expected(SOUND))
+    staged = deferred.staged()
+    assert len(staged) == 2 * (2 - released)
+    published = deferred.plane.list_samples(deferred.canonical)
+    assert deferred.finalize(rollouts) == first
+    assert deferred.staged() == staged
+    assert deferred.plane.list_samples(deferred.canonical) == published
+
+
+def test_a_sweep_spares_live_rollouts_and_a_rollout_lives_until_its_routes_are_released(deferred: Pipeline) -> None:
+    answer = finalized(deferred, made("live", SOUND), made("forgotten", SOUND))
+    swept = sweep_staging(deferred.plane, deferred.staging, older_than_s=0.0, live_rollouts=["live"], dry_run=False)
+    assert set(swept.found) == {"forgotten"}
+    batch = deferred.batch(answer)
+    assert np.array_equal(routes_of(batch)[0], expected(SOUND))
+    assert batch.route_report.failures == {"missing_fragment": 1}
+    assert deferred.staged() == set()
+
+
+# --- faults of the plane ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["before", "during", "after"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_crash_at_any_step_costs_no_route(mode: Mode, where: Any) -> None:
+    undisturbed = Pipeline.on(MemoryDataPlane(), mode)
+    rollouts = [with_branch("a"), made("b", SOUND), made("plain", [Turn(2, 2, "none")])]
+    counting = CrashPlane(undisturbed.plane)
+    undisturbed.stage(*rollouts)
+    once = undisturbed.over(counting).finalize(rollouts)
+    steps = len(counting.calls)
+    assert steps >= 5
+    for step in range(1, steps + 1):
+        pipeline = Pipeline.on(MemoryDataPlane(), mode)
+        pipeline.stage(*rollouts)
+        failing = CrashPlane(pipeline.plane)
+        failing.fail_at(step, where=where)
+        with suppress(DataPlaneError):
+            assert pipeline.over(failing).finalize(rollouts).cleanup_pending
+        assert pipeline.finalize(rollouts) == once
+        assert pipeline.staged() == undisturbed.staged()
+        routes = pipeline.routes(once)
+        assert np.array_equal(routes[0][:-1], truth(8)[:-1])
+        assert np.array_equal(routes[1], expected(SOUND))
+        assert (routes[2] == -1).all()
+        assert pipeline.staged() == set()
+
+
+def test_a_route_read_that_times_out_is_no_missing_fragment(direct: Pipeline) -> None:
+    rollout = made("r", SOUND)
+    direct.stage(rollout)
+    plane = CrashPlane(direct.plane)
+    plane.fail_at(2)
+    with pytest.raises(DataPlaneTimeout, match="group 'g'"):
+        direct.over(plane).finalize([rollout])
+    assert plane.calls == ["get_samples", "get_samples"]
+    assert direct.staged() == {"r/c0", "r/c1"}
+    (routes,) = direct.routes(direct.finalize([rollout]))
+    assert np.array_equal(routes, expected(SOUND))
+
+
+def test_a_row_written_again_without_a_plan_has_no_plan(deferred: Pipeline) -> None:
+    """`[1]|[2]` with routes is published and the finalizer dies; what is asked for then is `[1]|[3]`, without any.
+
+    The first plan fits the second row by its length: kept as its tag, it would route token 3 as token 2.
+    """
+    rollout = MadeRollout("r")
+    first = rollout.call([1], [2], extras={ROUTES_KEY: encode_routed_experts(truth(2))})
+    second = rollout.call([1], [3])
+    deferred.stage(rollout)
+    plane = CrashPlane(deferred.plane)
+    plane.fail("put_samples", where="after")
+    with pytest.raises(DataPlaneTimeout):
+        deferred.over(plane).finalize([rollout], receipts=[rollout.receipt(first)])
+    answer = deferred.finalize([rollout], receipts=[rollout.receipt(second)])
+    batch = deferred.batch(answer)
+    assert batch.input_ids.tolist() == [1, 3]
+    assert (batch.routed_experts == -1).all()
+    assert (batch.route_report.failures, batch.route_report.rows_without_routes) == ({}, 1)
+
+
+# --- what it costs ----------------------------------------------------------------------------------
+
+
+def counted_pipeline(pipeline: Pipeline) -> tuple[Pipeline, CallCounter]:
+    """The same pipeline over a client that counts its calls by kind, and the bytes it reads."""
+    plane, counter = counted(pipeline.plane, staging_partition=pipeline.staging, partition_id=pipeline.canonical)
+    return pipeline.over(plane), counter
+
+
+def test_a_direct_group_is_two_reads_one_publication_one_clear_and_its_record(direct: Pipeline) -> None:
+    rollouts = [with_branch(f"r{index}") for index in range(4)]
+    direct.stage(*rollouts)
+    over, counter = counted_pipeline(direct)
+    reassembler = over.reassembler()
+    counter.reset()
+    answer = over.finalize(rollouts, reassembler=reassembler)
+    assert counter.traffic().calls == {"base_read": 1, "route_read": 1, "record": 2, "publish": 1, "clear": 1}
+    counter.reset()
+    over.batch(answer)
+    assert counter.traffic().calls == {f"get_tags:{direct.canonical}": 1, f"get_samples:{direct.canonical}": 1}
+
+
+def test_a_deferred_group_reads_no_route_until_the_trainer_does(deferred: Pipeline) -> None:
+    rollouts = [made(f"r{index}", [Turn(200, 200)] * 2, layers=8, topk=8) for index in range(4)]
+    deferred.stage(*rollouts)
+    routes_bytes = 4 * 800 * 8 * 8 * 2
+    over, counter = counted_pipeline(deferred)
+    reassembler = over.reassembler()
+    counter.reset()
+    answer = over.finalize(rollouts, reassembler=reassembler)
+    assert counter.traffic().calls == {"base_read": 1, "record": 2, "publish": 1, "clear": 1}
+    assert counter.traffic().bytes_read < routes_bytes / 4
+    counter.reset()
+    batch = over.batch(answer, model_shape=(8, 8))
+    assert batch.route_report.failures == {}
+    assert counter.traffic().calls == {
+        f"get_tags:{deferred.canonical}": 1,
+        f"get_samples:{deferred.canonical}": 1,
+        "route_read": 1,
+        "clear": 1,
+    }
+    assert counter.traffic().bytes_read > routes_bytes
+
+
+def test_routes_of_abandoned_calls_are_never_read(direct: Pipeline) -> None:
+    rollouts = [with_branch("a")]
+    direct.stage(*rollouts)
+    reads: list[tuple[list[str], list[str]]] = []
+    get_samples = direct.plane.get_samples
+
+    def noted(keys: Any, partition: str, fields: Any = None, **options: Any) -> Any:
+        reads.append((list(keys), list(fields)))
+        return get_samples(keys, partition, fields, **options)
+
+    direct.plane.get_samples = noted
+    direct.finalize(rollouts)
+    assert reads == [(["a/c0", "a/abandoned", "a/kept"], ["call"]), (["a/c0", "a/kept"], ["extras"])]
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_group_is_never_padded_to_its_longest_row(pipeline: Pipeline) -> None:
+    """31 rows of 4 tokens and one of 3,000: padded, their routes would be 31 times what they are."""
+    rollouts = [made(f"r{index}", [Turn(2, 2)], layers=8, topk=8) for index in range(31)]
+    rollouts.append(made("long", [Turn(1_000, 2_000)], layers=8, topk=8))
+    pipeline.stage(*rollouts)
+    receipts = [rollout.receipt() for rollout in rollouts]
+    routes_bytes = (31 * 4 + 3_000) * 8 * 8 * 2
+    answers: list[FinalizedGroup] = []
+    most = 4 * routes_bytes
+    assert peak_of(lambda: answers.append(pipeline.finalize(rollouts, receipts=receipts))) < most
+    assert peak_of(lambda: pipeline.batch(answers[0], model_shape=(8, 8))) < most
+
+
+def test_a_fragments_bytes_are_given_back_as_it_is_opened(direct: Pipeline) -> None:
+    """A queue hands out bytes of its reader's own: 4/3 of the routes. Held to the end, they would add up to 7/3."""
+    rollouts = [made(f"r{index}", [Turn(20, 30)] * 4, layers=16, topk=8) for index in range(8)]
+    direct.stage(*rollouts)
+    proven = [direct.reassembler().finalize_rollout(r.rollout_id, r.receipt(), reward=1.0) for r in rollouts]
+    get_samples = direct.plane.get_samples
+
+    def copied(*args: Any, **options: Any) -> Any:
+        batch = get_samples(*args, **options)
+        batch.columns["extras"] = [value[:1] + value[1:] for value in batch.columns["extras"]]
+        return batch
+
+    direct.plane.get_samples = copied
+    source = StagingSource(direct.plane, staging_partition=direct.staging)
+    peak = peak_of(lambda: assemble_group_routes(source, proven))
+    assert peak < 1.8 * sum(rollout.routed_experts.nbytes for rollout in proven)
+
+
+# --- in numbers -------------------------------------------------------------------------------------
+
+
+def mixed_group(pipeline: Pipeline) -> FinalizedGroup:
+    """Rows of 8 tokens (7 routed), 4 (none routed), 2 (bad: a fragment of another rank), and a placeholder."""
+    planned = (
+        Planned(SOUND),
+        Planned((Turn(2, 2, "none"),)),
+        Planned((Turn(1, 1),), spoil=next(spoil for spoil, code in AT_CAPTURE.items() if code == "fragment_rank")),
+        Planned(SOUND, has_receipt=False),
+    )
+    made_rollouts = [rollout.stage(pipeline, f"r{index}") for index, rollout in enumerate(planned)]
+    receipts = [rollout.receipt() for rollout in made_rollouts[:3]]
+    return pipeline.finalize(made_rollouts, receipts=[*receipts, None])
+
+
+def route_figures(answer: FinalizedGroup) -> dict[str, float]:
+    return {name: value for name, value in answer.metrics.items() if "/route" in name}
+
+
+def test_the_metrics_of_a_direct_group(direct: Pipeline) -> None:
+    answer = mixed_group(direct)
+    assert route_figures(answer) == {
+        "finalize/route_plan_span_count": 3.0,
+        "finalize/route_plan_encoded_bytes": 0.0,
+        "finalize/routed_experts_row_coverage": 1 / 2,
+        "finalize/routed_experts_sentinel_token_fraction": 5 / 12,
+    }
+    assert answer.metrics["finalize/invalid_row_rate"] == 1 / 2
+    assert answer.metrics["finalize/capture_failure_reason_route_assembly_fragment_rank_count"] == 1.0
+    assert answer.timings["row_assembly/routes_ms"] > 0
+
+
+def test_the_metrics_of_a_deferred_group(deferred: Pipeline) -> None:
+    answer = mixed_group(deferred)
+    tags = deferred.plane.get_tags(answer.meta.sample_ids, deferred.canonical)
+    encoded = [tag[ROUTE_PLAN_TAG] for tag in tags]
+    assert [tag is None for tag in encoded] == [False, True, False, True]
+    assert route_figures(answer) == {
+        "finalize/route_plan_span_count": 4.0,
+        "finalize/route_plan_encoded_bytes": float(sum(len(tag) for tag in encoded if tag)),
+    }
+    report = deferred.batch(answer).route_report
+    assert report.metrics() == {
+        "router_replay/failure_reason_fragment_rank_count": 1.0,
+        "router_replay/rows": 4.0,
+        "router_replay/rows_without_routes": 2.0,
+        "router_replay/failed_rows": 1.0,
+        "router_replay/sentinel_token_fraction": 8 / 15,
+        "router_replay/unreleased_keys": 0.0,
+    }
+
+
+def test_coverage_does_not_depend_on_the_siblings(direct: Pipeline) -> None:
+    """A row without routes takes its group's shape, and is as uncovered as in a group that has none."""
+    alone = finalized(direct, made("a", [Turn(2, 2, "none")]), group_id="alone")
+    beside = finalized(direct, made("a", [Turn(2, 2, "none")]), made("b", SOUND), group_id="beside")
+    assert alone.metrics["finalize/routed_experts_row_coverage"] == 0.0
+    assert beside.metrics["finalize/routed_experts_row_coverage"] == 0.5
+
+
+def test_no_route_metric_where_router_replay_is_off(direct: Pipeline) -> None:
+    rollout = made("r", SOUND)
+    direct.stage(rollout)
+    off = Pipeline.on(direct.plane, "deferred", prefix="off-")
+    off.stage(rollout)
+    reassembler = type(off.reassembler())(
+        off.plane, partition_id=off.canonical, staging_partition=off.staging, pad_token_id=0, max_seq_len=None
+    )
+    answer = reassembler.finalize_group(
+        "g", ["r"], [rollout.receipt()], [1.0], mask_sample=None, fallback_weight_version=0, prompt_idx=0
+    )
+    assert route_figures(answer) == {}
+    assert off.staged() == set()
+    assert off.plane.get_tags(["g_g0"], off.canonical) == [{"weight_version": 1, "prompt_idx": 0, "group_id": "g"}]
