@@ -11,6 +11,7 @@ with this process, or with `close`.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -42,15 +43,29 @@ class Host:
         self.process.kill()
         self.process.wait(10)
 
+    def stall(self) -> None:
+        """Stop it without ending it."""
+        self.process.send_signal(signal.SIGSTOP)
 
-def start_host(master: str, *, segment_size: int = SEGMENT) -> Host:
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+def start_hosts(master: str, count: int, *, segment_size: int = SEGMENT) -> list[Host]:
     command = [sys.executable, "-m", "rollout_reassembler", "mooncake-host", "--commands"]
     command += ["--master", master, "--segment-size", str(segment_size), "--buffer-size", "64MiB"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
+    ]
+    return [Host(process, _segment(process)) for process in processes]
+
+
+def _segment(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, "the memory host ended; its error is above"
-    return Host(process, json.loads(line)["ready"]["segment"])
+    segment: str = json.loads(line)["ready"]["segment"]
+    return segment
 
 
 class MooncakeSite:
@@ -59,7 +74,7 @@ class MooncakeSite:
     def __init__(self, queues: QueueHost, *, hosts: int = 1, segment_size: int = SEGMENT) -> None:
         self.controller = queues.start_controller()
         self.master = start_master("127.0.0.1:0", 20)
-        self.hosts = [start_host(self.master.address, segment_size=segment_size) for _ in range(hosts)]
+        self.hosts = start_hosts(self.master.address, hosts, segment_size=segment_size)
 
     def config(self, deadlines: Deadlines = DEADLINES, **store: Any) -> DataPlaneConfig:
         settings = {"master_server_address": self.master.address, "local_buffer_size": 64 << 20, **store}

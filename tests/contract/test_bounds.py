@@ -83,6 +83,14 @@ def test_each_bound_names_itself(bound):
     assert caught.value.code == "invalid_receipt"
 
 
+def test_the_fields_of_a_receipt_and_of_a_row_are_bounded_apart():
+    unknown = dict.fromkeys(map(str, range(32)))
+    with pytest.raises(BoundExceeded, match="43 fields in the receipt, more than max_fields=32"):
+        parse_receipt({**receipt(), **unknown})
+    with pytest.raises(BoundExceeded, match="fields in a call's record, more than max_fields=32"):
+        parse_receipt(with_row(**unknown))
+
+
 @pytest.mark.parametrize("name", ["model_call_id", "parent_call_id", "staging_key", "response_id"])
 def test_every_id_of_a_row_is_bounded(name):
     long = "x" * (DEFAULT_BOUNDS.max_id_chars + 1)

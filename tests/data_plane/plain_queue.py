@@ -96,8 +96,11 @@ class QueueHost:
         print(json.dumps({**order, "order": self._orders}), file=self._process.stdin, flush=True)
         for line in self._process.stdout:
             answer = json.loads(line) if line.startswith("{") else {}
-            if answer.get("order") == self._orders:  # not a late one, to a test that gave up
-                return Server(answer["pid"], answer)
+            if answer.get("order") != self._orders:  # a late one, to a test that gave up
+                continue
+            if "failed" in answer:
+                raise RuntimeError(f"the queue did not start: {answer['failed']}")
+            return Server(answer["pid"], answer)
         raise RuntimeError("the host of the queue ended; its error is above")
 
 
@@ -115,7 +118,12 @@ def _host() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if os.fork() == 0:
-            _serve(**json.loads(line))
+            order = json.loads(line)
+            try:
+                _serve(**order)
+            except Exception as error:  # told to the test; the child must not go on as a second host
+                print(json.dumps({"order": order["order"], "failed": repr(error)}), flush=True)
+            os._exit(1)
 
 
 def _serve(order: int, kind: str, capacity: int | None = None) -> None:
@@ -130,7 +138,7 @@ def _serve(order: int, kind: str, capacity: int | None = None) -> None:
     else:
         config = {"num_data_storage_units": 1, "total_storage_size": capacity}
         server = SimpleStorageUnit.__ray_metadata__.modified_class(config)
-    info = server.get_zmqserver_info()
+    info = server.get_zmq_server_info()
     address = {"role": info.role.value, "id": info.id, "ip": info.ip, "ports": info.ports}
     print(json.dumps({**address, "pid": os.getpid(), "order": order}), flush=True)
     while True:

@@ -11,6 +11,7 @@ from rollout_reassembler.contract.bounds import ReceiptBounds
 from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.reassembly.rows import CANONICAL_SCHEMA
+from rollout_reassembler.staging.codec import pack_call
 from rollout_reassembler.staging.source import StagingSource
 from tests.captures import (
     CANONICAL,
@@ -195,6 +196,13 @@ def test_weight_versions_span_the_trained_calls_of_valid_rows_only():
     assert (answer.group_min_wv, answer.group_max_wv) == (4, 5)
 
 
+def test_weight_versions_span_all_valid_rollouts():
+    rollouts = [chain("a", 1, weight_version=5), chain("b", 1, weight_version=3), chain("c", 1, weight_version=7)]
+    answer, _, plane = finalized(*rollouts)
+    assert (answer.group_min_wv, answer.group_max_wv) == (3, 7)
+    assert {tags["weight_version"] for tags in plane.list_samples(CANONICAL).values()} == {3}
+
+
 def test_the_fallback_stands_in_where_nothing_is_valid():
     answer, _, plane = finalized(two_turns(), receipts=[None], fallback_weight_version=8)
     assert (answer.group_min_wv, answer.group_max_wv) == (8, 8)
@@ -320,6 +328,22 @@ def test_one_rollout_can_be_proven_without_publishing_anything():
     assert rollout.staging_keys == ("r/c0", "r/abandoned", "r/c2")
     assert plane.list_samples(CANONICAL) == {}
     assert len(staged_keys(plane)) == 3
+
+
+@pytest.mark.parametrize(
+    ("reward", "max_seq_len", "reason"), [(None, None, "invalid_reward"), (1.0, 5, "exceeds_max_seq_len")]
+)
+def test_a_rollout_that_was_proven_and_still_rejected_owns_its_rows(reward, max_seq_len, reason):
+    """Proof of ownership does not hang on tags: rows whose put died before its tags are cleared too."""
+    made = two_turns()
+    plane = memory_plane()
+    for call in made.calls:
+        plane.put_samples([call.staging_key], STAGING, {"call": [pack_call(call)], "extras": [b""]})
+    rollout = reassembler(plane, max_seq_len=max_seq_len).finalize_rollout("r", made.receipt(), reward=reward)
+    assert rollout.rejection_reason == reason
+    assert rollout.staging_keys == ("r/c0", "r/abandoned", "r/c2")
+    finalize(plane, [made], rewards=[reward], options={"max_seq_len": max_seq_len})
+    assert staged_keys(plane) == set()
 
 
 @pytest.mark.parametrize(

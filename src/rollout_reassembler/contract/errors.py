@@ -109,7 +109,7 @@ class DataPlaneError(ReassemblerError, RuntimeError):
         return type(self)(what, call=self.call, partition=self.partition, keys=self.keys, seconds=self.seconds)
 
     def _message(self) -> str:
-        where = f"{self.call}({self.partition!r})" if self.call else self.partition
+        where = f"{self.call}({self.partition!r})" if self.call and self.partition else self.call or self.partition
         parts = [f"{where}: {self.what}" if where else self.what]
         if self.keys:
             more = f", … {len(self.keys)} in all" if len(self.keys) > _KEYS_SHOWN else ""

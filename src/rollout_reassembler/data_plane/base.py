@@ -11,8 +11,10 @@ adapter promises, and what the conformance suite holds it to:
   column, raises `RowsMissing` with exactly those keys; with `partial=True` it is listed in
   `SampleBatch.missing` instead. A get never silently returns fewer rows.
 - `clear_samples` of unknown keys does nothing.
-- Columns come back with the dtype they were registered with. Nothing is cast: a write that does
-  not fit the registered `FieldSpec` is refused with `SchemaViolation` before anything is written.
+- Columns come back with the dtype they were registered with, as read-only arrays. Nothing is cast: a
+  write that does not fit the registered `FieldSpec` is refused with `SchemaViolation` before anything
+  is written. So is a column nobody registered, in a read too; names with `__` in front are reserved.
+- Tags are JSON values: a tuple comes back as a list.
 - No call waits for ever: `DataPlaneTimeout` and `DataPlaneUnavailable` name call, partition, keys
   and seconds. After a timeout, whether the call took effect is unknown; repeating it is safe.
 - The partition must be registered (`PartitionNotRegistered`), once, by anyone.

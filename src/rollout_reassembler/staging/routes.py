@@ -1,11 +1,9 @@
 """Routes of a staged call, worker side and reader side: what is there, told without moving or copying it.
 
-    sink = StagingSink(dp_client, staging_partition="staging", route_shape=route_shape)
-
-`route_shape` looks at a call's extras and puts the shape of its routes into the packed header, which is
-read with the tokens; so a route plan is made without reading a route. It is a hint: whoever reads
-the routes holds it against them. `open_routes` is for that reader: from the encoded extras of the row
-to its two payloads, proven against the digest that commits to them.
+`route_shape` is for the sink: it looks at a call's extras, and the shape of their routes goes into the
+packed header, which is read with the tokens; so a route plan is made without reading a route. It is a
+hint: whoever reads the routes holds it against them. `open_routes` is for that reader: from the encoded
+extras of the row to its two payloads, proven against the digest that commits to them.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ Then the plans' staged rows are released. What to know about that:
 - A plan can be executed once. Where several ranks need the routes of one row, all but the last pass
   `release=False`, or all do and one calls `release_route_plans` behind a barrier.
 - A clear that fails is reported (`RouteReport.unreleased`), not raised: the routes are right.
+- Rows come from answered groups (`FinalizedGroup.meta`). One that is claimed and released before its
+  group is on record leaves a request that is sent again, after a crash, without its staged rows.
 """
 
 from __future__ import annotations

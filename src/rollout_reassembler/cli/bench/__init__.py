@@ -10,6 +10,6 @@ staging.py    rows a second through either arm's sink
 run.py        the run: both arms in turn on the same rows and the same queue
 report.py     figures as tables
 
-Both arms finalize the same group, one after the other, group by group, so that whatever else the
-machine does meets both alike. Read ratios first, milliseconds second.
+Both arms finalize the same group, in turns of a few groups, so that whatever else the machine does
+meets both alike. Read ratios first, milliseconds second.
 """

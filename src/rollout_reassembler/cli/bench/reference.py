@@ -56,7 +56,7 @@ _NO_EXTRAS = "null"
 class ReferenceArm:
     """nemo-gym's verifier over rows that `rows` keeps.
 
-    Traffic is counted on the first group alone, the warm-up: asking a nested tensor for its size takes time.
+    Traffic is counted on the first group alone, which is not measured: asking a nested tensor for its size takes time.
     """
 
     def __init__(self, rows: ReferenceRows) -> None:

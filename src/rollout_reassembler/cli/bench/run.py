@@ -39,6 +39,8 @@ from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.staging.codec import pack_call
 
+_GROUPS_A_TURN = 3
+
 BenchPlane = Literal["memory", "simple"]
 Progress = Callable[[str], None]
 
@@ -104,7 +106,7 @@ def measure(
     arms: dict[str, Arm] = {"ours": OursArm(client)}
     if settings.reference:
         arms["reference"] = _reference_arm(settings.plane)
-    _warm_up(arms, group, progress)
+    _check_rows(arms, group, progress)
     runs = _measured_runs(arms, group, settings.repeat, progress)
     traffic = {name: arm.traffic() for name, arm in arms.items()}
     progress("hashing")
@@ -131,15 +133,15 @@ def measure(
     )
 
 
-def _warm_up(arms: dict[str, Arm], group: MadeGroup, progress: Progress) -> None:
+def _check_rows(arms: dict[str, Arm], group: MadeGroup, progress: Progress) -> None:
     """One group through each arm; raises `CannotMeasure` unless they publish the same rows."""
     rows: dict[str, list[PublishedRow]] = {}
     for name, arm in arms.items():
-        progress(f"warming up, {name}")
+        progress(f"checking the rows, {name}")
         arm.stage(group)
-        arm.finalize(group, "warm-up")
-        rows[name] = arm.published(group, "warm-up")
-        arm.forget(group, "warm-up")
+        arm.finalize(group, "check")
+        rows[name] = arm.published(group, "check")
+        arm.forget(group, "check")
     for name, found in rows.items():
         if difference := first_difference(rows["ours"], found):
             raise CannotMeasure(f"the {name} arm published other rows than ours: {difference}")
@@ -161,23 +163,30 @@ def first_difference(expected: Sequence[PublishedRow], found: Sequence[Published
 def _measured_runs(
     arms: dict[str, Arm], group: MadeGroup, repeat: int, progress: Progress
 ) -> dict[str, list[GroupRun]]:
+    """Every arm's measured groups, in turns, since the machine is not the same from one minute to the next.
+
+    A turn begins with a group that is not measured: what the other arm left in caches and allocator
+    would count against this one, and no process runs both.
+    """
     runs: dict[str, list[GroupRun]] = {name: [] for name in arms}
-    for index in range(repeat):
-        group_id = f"measured-{index}"
+    for first in range(0, repeat, _GROUPS_A_TURN):
+        numbers = range(first, min(repeat, first + _GROUPS_A_TURN))
         for name, arm in arms.items():
-            progress(f"group {index + 1} of {repeat}, {name}")
-            arm.stage(group)
-            gc.collect()
-            runs[name].append(_timed_run(arm, group, group_id))
-            arm.forget(group, group_id)
+            progress(f"groups {numbers[0] + 1} to {numbers[-1] + 1} of {repeat}, {name}")
+            _timed_run(arm, group, f"turn-{first}")
+            runs[name] += [_timed_run(arm, group, f"measured-{number}") for number in numbers]
     return runs
 
 
 def _timed_run(arm: Arm, group: MadeGroup, group_id: str) -> GroupRun:
+    """Stage and finalize one group, and forget it; the middle one is timed."""
+    arm.stage(group)
+    gc.collect()
     cpu, start = time.process_time(), time.perf_counter()
     phases = arm.finalize(group, group_id)
-    ms = (time.perf_counter() - start) * 1e3
-    return GroupRun(ms, time.process_time() - cpu, {**phases, "other": max(0.0, ms - sum(phases.values()))})
+    ms, cpu_s = (time.perf_counter() - start) * 1e3, time.process_time() - cpu
+    arm.forget(group, group_id)
+    return GroupRun(ms, cpu_s, {**phases, "other": max(0.0, ms - sum(phases.values()))})
 
 
 def _peak_of_a_group(arm: Arm, group: MadeGroup) -> int | None:

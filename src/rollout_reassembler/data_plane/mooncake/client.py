@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from rollout_reassembler.contract.errors import DataPlaneError, RequestError
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only
 from rollout_reassembler.data_plane.config import DataPlaneConfig
-from rollout_reassembler.data_plane.mooncake.environment import prepare_environment as prepare_store
 from rollout_reassembler.data_plane.transfer_queue.client import TransferQueueDataPlane
 from rollout_reassembler.data_plane.transfer_queue.environment import check_version, prepare_environment
 
@@ -38,7 +37,6 @@ class MooncakeDataPlane(TransferQueueDataPlane):
     def __init__(self, cfg: DataPlaneConfig, *, bootstrap: bool) -> None:
         check_version()
         prepare_environment(cfg.deadlines)
-        prepare_store(cfg.deadlines)
         from rollout_reassembler.data_plane.mooncake import connection
 
         started = connection.start(cfg) if bootstrap else None

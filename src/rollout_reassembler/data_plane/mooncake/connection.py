@@ -26,6 +26,7 @@ from transfer_queue.sampler import SequentialSampler
 
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.config import DataPlaneConfig, MooncakeCpuBackendConfig
+from rollout_reassembler.data_plane.mooncake.environment import prepare_environment
 from rollout_reassembler.data_plane.mooncake.host import MemoryHost
 from rollout_reassembler.data_plane.mooncake.master import start_master
 from rollout_reassembler.data_plane.mooncake.rows import MooncakeRows
@@ -120,6 +121,7 @@ def attach(cfg: DataPlaneConfig) -> Connection:
 
 def connect(cfg: DataPlaneConfig, store_config: MooncakeCpuBackendConfig, controller_info: Any) -> Connection:
     """Connect to a controller and a master whose addresses are known. Needs no Ray."""
+    prepare_environment(cfg.deadlines)
     controller = Peer("the queue's controller", controller_info.ip, controller_info.ports["request_handle_socket"])
 
     def connected() -> tuple[AsyncTransferQueueClient, MooncakeStore]:
