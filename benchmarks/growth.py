@@ -13,7 +13,7 @@ from plots import plot_curve
 from rich.console import Console
 from rich.table import Table
 
-from rollout_reassembler.cli.app import Plane
+from rollout_reassembler.cli.app import BenchPlane
 
 OUT = Path(__file__).parent.parent / "docs" / "img"
 GROWTH_FILE = "growth.json"
@@ -21,7 +21,7 @@ GROWTH_FILE = "growth.json"
 
 def growth(
     out: Annotated[Path, typer.Option(help="Folder for growth.json and the plots.")] = OUT,
-    plane: Annotated[Plane, typer.Option(help="Where rows live.")] = Plane.simple,
+    plane: Annotated[BenchPlane, typer.Option(help="Where rows live.")] = BenchPlane.simple,
     repeat: Annotated[int, typer.Option(min=1, help="Groups a point; medians want at least 5.")] = 5,
     most: Annotated[int, typer.Option(min=1, help="Leave out the steps of a dimension above this.")] = 1 << 20,
 ) -> None:

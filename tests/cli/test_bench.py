@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from rollout_reassembler.cli.bench.machine import measure_hash_limit, peak_growt
 from rollout_reassembler.cli.bench.ours import OursArm
 from rollout_reassembler.cli.bench.run import BenchSettings, CannotMeasure, first_difference, run_bench
 from rollout_reassembler.cli.bench.shapes import SHAPES, Shape, make_group
+from rollout_reassembler.contract.errors import DataPlaneUnavailable
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from tests.captures import chain, memory_plane, registered, stage
 
@@ -208,6 +210,16 @@ def test_a_missing_reference_verifier_is_said_in_one_line_before_anything_starts
     assert result.stderr.count("\n") == 1
 
 
+def test_a_plane_that_cannot_be_started_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_, **__):
+        raise DataPlaneUnavailable("the queue needs 2 free CPUs in Ray, 1 are free", call="bootstrap")
+
+    monkeypatch.setattr(bench_run, "build_data_plane_client", refuse)
+    result = CliRunner().invoke(app, ["bench", "--shape", "small", "--plane", "simple", "--no-reference"])
+    assert result.exit_code == 2
+    assert "needs 2 free CPUs" in result.stderr
+
+
 def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(SHAPES, "small", TINY)
     command = ["bench", "--shape", "small", "--plane", "memory", "--repeat", "1", "--no-reference"]
@@ -240,3 +252,18 @@ def test_the_growth_script_writes_a_plot_a_curve(tmp_path):
     assert [curve["name"] for curve in content["curves"]] == ["calls", "tokens", "rollouts", "in_flight"]
     assert [point["x"] for point in content["curves"][0]["points"]] == [1, 4]
     assert {path.name for path in tmp_path.glob("*.png")} == {f"growth-{c['name']}.png" for c in content["curves"]}
+
+
+def test_the_page_shows_the_figures_of_its_json_and_no_others(tmp_path):
+    """Refreshing the tables from the JSON beside the page changes nothing: none of them was written by hand."""
+    pytest.importorskip("matplotlib")
+    root = Path(__file__).parents[2]
+    page = tmp_path / "performance.md"
+    shutil.copy(root / "docs" / "performance.md", page)
+    for file in (root / "docs" / "img").glob("*.json"):
+        shutil.copy(file, tmp_path)
+    script = root / "benchmarks" / "performance_doc.py"
+    command = [sys.executable, str(script), "--tables-only", "--page", str(page), "--data", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120)
+    assert page.read_text() == (root / "docs" / "performance.md").read_text()
+    assert "<!-- begin ratios -->\n| shape |" in page.read_text()

@@ -176,6 +176,15 @@ def test_the_first_faults_are_shown_and_the_others_counted():
         parse_receipt(receipt(manifest=[{}, {}]))
 
 
+def test_the_first_bad_row_is_the_last_that_costs():
+    def fault(rows: int) -> str:
+        with pytest.raises(InvalidReceipt) as caught:
+            parse_receipt(receipt(manifest=[{}] * rows))
+        return str(caught.value)
+
+    assert fault(1) == fault(4096)
+
+
 def test_an_error_never_shows_the_contents():
     with pytest.raises(InvalidReceipt) as caught:
         parse_receipt(receipt(rollout_id=["secret"], reward="secret", capture_poisoned="secret"))

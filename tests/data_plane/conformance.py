@@ -9,6 +9,7 @@ An adapter's test file subclasses `PlaneConformance` and gives it a `plane` fixt
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -572,6 +573,34 @@ class PlaneConformance:
         assert len(claimed) == len(set(claimed))
         claimed += plane.claim_meta(partition, "train", ["step"], 40).sample_ids
         assert sorted(claimed) == sorted(keys)
+
+    # --- standing still ---------------------------------------------------------------------------
+
+    def test_writes_wait_while_the_plane_is_quiesced_and_reads_do_not(
+        self, plane: DataPlaneClient, partition: str
+    ) -> None:
+        plane.put_samples(["a"], partition, {"step": [1]})
+        with ThreadPoolExecutor(3) as pool:
+            with plane.quiesce(20):
+                writes = [
+                    pool.submit(plane.put_samples, ["b"], partition, {"step": [2]}),
+                    pool.submit(plane.clear_samples, ["a"], partition),
+                    pool.submit(plane.claim_meta, partition, "train", ["step"], 1),
+                ]
+                assert plane.get_samples(["a"], partition, ["step"])["step"].tolist() == [1]
+                time.sleep(0.5)
+                assert plane.list_samples(partition).keys() == {"a"}
+                assert not any(write.done() for write in writes)
+            for write in writes:
+                write.result(30)
+        assert plane.list_samples(partition).keys() == {"b"}
+
+    def test_a_quiesced_plane_is_quiesced_for_the_block_alone(self, plane: DataPlaneClient, partition: str) -> None:
+        for turn in range(2):
+            with pytest.raises(RuntimeError, match="block"), plane.quiesce(20):
+                raise RuntimeError("block")
+            plane.put_samples([f"k{turn}"], partition, {"step": [turn]})
+        assert plane.list_samples(partition).keys() == {"k0", "k1"}
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -64,9 +64,7 @@ def value_calls(plane: Any, directory: Path) -> dict[str, Callable[[], object]]:
     }
 
 
-def test_a_dead_memory_host_is_an_error_in_time_and_never_bytes(
-    site: MooncakeSite, plane: Any, tmp_path: Path
-) -> None:
+def test_a_dead_memory_host_is_an_error_in_time_and_never_bytes(site: MooncakeSite, plane: Any, tmp_path: Path) -> None:
     site.hosts[0].kill()
     for name, (error, seconds) in run_all(value_calls(plane, tmp_path)).items():
         assert isinstance(error, DataPlaneUnavailable), name
@@ -149,9 +147,9 @@ def test_a_dead_controller_is_an_error_in_time(site: MooncakeSite, plane: Any, t
 def test_no_master_is_an_error_in_seconds(site: MooncakeSite) -> None:
     site.master.end()
     started = time.monotonic()
-    with pytest.raises(DataPlaneUnavailable, match="no connection to the Mooncake master"):
+    with pytest.raises(DataPlaneUnavailable, match="no Mooncake master listens"):
         site.connect(DEADLINES, owners=False)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 5
 
 
 def test_a_master_that_cannot_start_says_why(site: MooncakeSite) -> None:

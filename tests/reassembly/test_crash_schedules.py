@@ -174,27 +174,6 @@ def test_every_crash_point_of_one_finalizer(group):
     print(f"\n{schedules} crash points of one finalizer")
 
 
-@by_group
-def test_every_second_crash_while_the_first_is_mended(group):
-    """The retry of a crashed try crashes as well, at each of its own calls."""
-    contents, answer = group.undisturbed()
-    steps = len(steps_of(group))
-    schedules = 0
-    for first in range(1, steps + 1):
-        for second in range(1, steps + 2):
-            for where in ("before", "during", "after"):
-                inner = group.make_plane()
-                plane = CrashPlane(inner)
-                plane.fail_at(first, where=where)
-                with suppress(DataPlaneError):
-                    group.finalize(plane)
-                plane.fail_at(second, where=where)
-                assert retried(group, plane, recover_after=99) == answer
-                assert whole_plane(inner) == contents
-                schedules += 1
-    print(f"\n{schedules} pairs of crash points of one finalizer")
-
-
 # --- finalizers at the same time --------------------------------------------------------------------
 
 
@@ -230,6 +209,11 @@ def explored(group: Group, **options: Any) -> str:
         assert end == contents
         assert answers == [answer] * len(answers)
     return f"{found.schedules} schedules, {found.states} states, {invariants.seen} contents of the plane"
+
+
+@by_group
+def test_every_three_crashes_of_one_finalizer_and_its_retries(group):
+    print(f"\n{explored(group, finalizers=1, failures=3)}")
 
 
 @by_group

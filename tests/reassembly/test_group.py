@@ -405,3 +405,20 @@ def test_a_rollout_of_many_calls_is_one_row():
     assert rollout.valid
     assert rollout.calls == 512
     assert rollout.token_ids.tolist() == made.tokens()
+
+
+def test_a_large_group_is_proven_like_a_small_one():
+    """Enough bytes for proofs to run side by side: rows and rejections stay with their rollouts."""
+    rollouts = []
+    for number in range(6):
+        made = MadeRollout(f"r{number}")
+        made.call([number], np.arange(60_000 + number).tolist())
+        rollouts.append(made)
+    plane = memory_plane()
+    stage(plane, *rollouts)
+    plane.put_samples(["r3/c0"], STAGING, {"call": [pack_call(rollouts[2].calls[0])]})
+    answer = finalize(plane, rollouts)
+    assert answer.rejections == {"r3": "staging_key_mismatch"}
+    rows = published(plane, answer.meta.sample_ids)
+    for number, (made, row) in enumerate(zip(rollouts, rows, strict=True)):
+        assert row["input_ids"].tolist() == ([PAD] if number == 3 else made.tokens())

@@ -16,7 +16,7 @@ from rollout_reassembler.contract.errors import (
     GroupConflict,
     RpcPayloadError,
 )
-from rollout_reassembler.contract.messages import ReassemblyRequest
+from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only
 from rollout_reassembler.data_plane.base import SampleBatch
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
@@ -205,6 +205,27 @@ def test_rule_4_the_answer_outlives_the_rows():
     plane.clear_samples(None, CANONICAL)
     assert finalize(plane, rollouts) == first
     assert plane.list_samples(CANONICAL) == {}
+
+
+def test_rule_4_holds_for_one_reassembler_that_serves_many_groups():
+    """As in an actor, which lives as long as the run."""
+    plane, rollouts = staged_group()
+    finalizer = reassembler(plane)
+
+    def group_of(made: MadeRollout) -> FinalizedGroup:
+        return finalizer.finalize_group(
+            f"g-{made.rollout_id}",
+            [made.rollout_id],
+            [made.receipt()],
+            [1.0],
+            mask_sample=None,
+            fallback_weight_version=0,
+            prompt_idx=0,
+        )
+
+    first = [group_of(made) for made in rollouts]
+    assert [group_of(made) for made in rollouts] == first
+    assert all(answer.valid_row_count == 1 for answer in first)
 
 
 @pytest.mark.parametrize(

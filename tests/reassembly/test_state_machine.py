@@ -303,5 +303,5 @@ class LifeOfGroups(RuleBasedStateMachine):
 
 TestLifeOfGroups = LifeOfGroups.TestCase
 TestLifeOfGroups.settings = settings(
-    max_examples=120, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -19,7 +19,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
@@ -99,9 +99,14 @@ class _ReassemblerProcess:
     def mooncake_checkpoint(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """Run an owner-local checkpoint command; answers with metadata, never payloads.
 
-        Raises `RequestError` where this process owns no memory of a store.
+        `None` when this process gives no memory to its Mooncake store (`client_segment_size` is 0). Raises
+        `RequestError` for a command that is refused, and where the plane is not on Mooncake at all.
         """
         assert_metadata_only(body)
+        if self._dp_config.impl == "transfer_queue" and self._dp_config.backend == "mooncake_cpu":
+            from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
+
+            return cast(MooncakeDataPlane, self._client).checkpoint_command(body)
         raise RequestError(
             f"this actor owns no part of a Mooncake store (backend {self._dp_config.backend!r}), so it has nothing to "
             "checkpoint; save the plane with its client's save_checkpoint(directory)"

@@ -26,6 +26,14 @@ class Plane(StrEnum):
 
     memory = "memory"
     simple = "simple"
+    mooncake_cpu = "mooncake_cpu"
+
+
+class BenchPlane(StrEnum):
+    """The planes that the bench can share with its reference."""
+
+    memory = "memory"
+    simple = "simple"
 
 
 PlaneOption = Annotated[
@@ -33,7 +41,8 @@ PlaneOption = Annotated[
     typer.Option(
         "--plane",
         "--backend",
-        help="memory: all in this process, no Ray. simple: local Ray, TransferQueue and reassembler actors.",
+        help="memory: all in this process, no Ray. simple: local Ray, TransferQueue and reassembler actors. "
+        "mooncake_cpu: the same, with rows in a Mooncake store.",
     ),
 ]
 WorkersOption = Annotated[int, typer.Option(min=1, help="Reassembler actors (planes other than memory).")]
@@ -153,11 +162,11 @@ def bench(
         ),
     ] = BenchShape.agentic,
     plane: Annotated[
-        Plane,
+        BenchPlane,
         typer.Option(
             "--plane", "--backend", help="memory: rows in this process. simple: TransferQueue on a local Ray."
         ),
-    ] = Plane.simple,
+    ] = BenchPlane.simple,
     repeat: Annotated[int, typer.Option(min=1, help="Groups to measure; medians want at least 5.")] = 5,
     reference: Annotated[
         bool,

@@ -5,7 +5,7 @@
         for group in plane.finalize_all(requests): ...
 
 `memory` finalizes in this process. `simple` and `mooncake_cpu` start a local Ray and a TransferQueue,
-and finalize in that many reassembler actors.
+the latter with a Mooncake master and a memory host, and finalize in that many reassembler actors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
 from rollout_reassembler.data_plane.base import DataPlaneClient
-from rollout_reassembler.data_plane.config import DataPlaneConfig, SimpleBackendConfig
+from rollout_reassembler.data_plane.config import DataPlaneConfig, MooncakeCpuBackendConfig, SimpleBackendConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.reassembly.reassembler import RolloutReassembler
 from rollout_reassembler.reassembly.rows import register_canonical_partition
@@ -86,6 +86,7 @@ def _open_queue(name: PlaneName, config: RolloutReassemblerActorConfig, workers:
         impl="transfer_queue",
         backend="mooncake_cpu" if name == "mooncake_cpu" else "simple",
         simple=SimpleBackendConfig(num_storage_units=1),
+        mooncake_cpu=MooncakeCpuBackendConfig(master_server_address="127.0.0.1:0", start_master=True, memory_hosts=1),
     )
     with _local_ray(cpus=workers + 4):
         client = build_data_plane_client(dp_config, bootstrap=True)

@@ -55,6 +55,9 @@ _MESSAGES = {
     kind: tuple(field.name for field in dataclasses.fields(kind))
     for kind in (FinalizedGroup, KVBatchMeta, ReassemblyRequest, RolloutReassemblerActorConfig)
 }
+_KEYED_BY_ID = frozenset({"rejections"})
+"""Parts of messages whose keys are rollout ids: a rollout may have any name."""
+
 _NUMBERS = frozenset({int, float, bool, type(None)})
 _NUMBER_BYTES = 8
 
@@ -112,7 +115,10 @@ def _measure_container(value: Any, path: str, budget: int, above: list[int]) -> 
                 raise _over_budget(f"{path}[{index}]", _describe(item))
     elif kind in _MESSAGES:
         for name in _MESSAGES[kind]:
-            size += _measure(getattr(value, name), f"{path}.{name}", budget - size, above)
+            part = getattr(value, name)
+            if name in _KEYED_BY_ID and type(part) is dict:
+                part = list(part.items())
+            size += _measure(part, f"{path}.{name}", budget - size, above)
     else:
         raise RpcPayloadError(path, f"{_describe(value)} is not metadata; rows travel through the data plane")
     above.pop()

@@ -46,6 +46,7 @@ SILENT = 8.0
 
 _GATE = "gate"
 _WATCH = 0.1
+_LEAVE = 2.0
 
 
 class GateRows(Protocol):
@@ -124,7 +125,7 @@ class SharedGate:
         self._closing.set()
         watcher = self._watcher
         if watcher is not None:
-            watcher.join(2 * BEAT)
+            watcher.join(_LEAVE)
 
     def _enter(self, call: str, partition: str, keys: Sequence[str], seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -236,7 +237,7 @@ class SharedGate:
                     self._rows.clear(dead)
                 return [tags["name"] for key, tags in rows.items() if key not in dead]
             if time.monotonic() > until:
-                what = f"{len(late)} writers did not stop: {', '.join(late)}"
+                what = f"writers that did not stop: {', '.join(late)}"
                 raise DataPlaneTimeout(what, call="quiesce", seconds=seconds)
             time.sleep(_WATCH)
 

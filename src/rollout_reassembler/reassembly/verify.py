@@ -31,6 +31,7 @@ import numpy as np
 
 from rollout_reassembler.contract.digests import (
     CUMULATIVE_DOMAIN,
+    EXTRAS_DIGEST_VERSION,
     Floats,
     Integers,
     encoded_chain_link,
@@ -69,24 +70,52 @@ class ExtrasCommitment(NamedTuple):
 class LinearizedRow(NamedTuple):
     """A proven chain, root to terminal. `token_ids` int64 `[T]`, `token_mask` and `logprobs` float32 `[T]`.
 
-    The other lists have one entry a call of the chain; `prompt_len` is the root's carry in tokens.
+    The lists have one entry a call of the chain, each in chain order.
     """
 
     rollout_id: str
     token_ids: Integers
     token_mask: Floats
     logprobs: Floats
-    model_call_ids: list[str]
-    prompt_len: int
-    weight_versions: list[int]
-    weight_version_spans: list[WeightVersionSpan]
-    link_spans: list[LinkSpan]
-    extras_commitments: list[ExtrasCommitment]
-    route_shapes: list[RouteShape]
+    calls: tuple[PackedCall, ...]
+
+    @property
+    def model_call_ids(self) -> list[str]:
+        return [call.model_call_id for call in self.calls]
 
     @property
     def call_ids(self) -> list[str]:
         return self.model_call_ids
+
+    @property
+    def prompt_len(self) -> int:
+        """The root's carry, in tokens."""
+        return self.calls[0].carry_len or 0
+
+    @property
+    def weight_versions(self) -> list[int]:
+        return [call.weight_version for call in self.calls]
+
+    @property
+    def weight_version_spans(self) -> list[WeightVersionSpan]:
+        # A call's positions in its chain are its positions in the row.
+        return [
+            WeightVersionSpan(call.model_call_id, call.prev_len, call.cum_len, call.weight_version)
+            for call in self.calls
+        ]
+
+    @property
+    def link_spans(self) -> list[LinkSpan]:
+        carries = [(call, call.carry_len or 0) for call in self.calls]
+        return [LinkSpan(call.model_call_id, carry, call.delta_len - carry) for call, carry in carries]
+
+    @property
+    def extras_commitments(self) -> list[ExtrasCommitment]:
+        return [ExtrasCommitment(call.model_call_id, EXTRAS_DIGEST_VERSION, call.extras_digest) for call in self.calls]
+
+    @property
+    def route_shapes(self) -> list[RouteShape]:
+        return [call.routes for call in self.calls]
 
 
 def verify_and_linearize(receipt: RolloutReceipt, calls: Sequence[StagedCall | PackedCall]) -> LinearizedRow:
@@ -216,29 +245,26 @@ def _refuse_cycle(records: Sequence[CallRecord], by_id: Mapping[str, CallRecord]
 
 def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]) -> LinearizedRow:
     """Put the chain's deltas end to end, checking each link and then the whole."""
+    total = calls[-1].cum_len
     link = b""
-    weight_spans: list[WeightVersionSpan] = []
-    link_spans: list[LinkSpan] = []
-    start = 0
+    cumulative = hashlib.sha256(CUMULATIVE_DOMAIN + u64(total))
+    runs: list[int] = []
     for record, call in zip(chain, calls, strict=True):
-        link = encoded_chain_link(link, call.encoded_token_ids)
+        encoded = call.encoded_token_ids
+        link = encoded_chain_link(link, encoded)
         if link.hex() != record.chain_hash:
             raise VerificationError(
                 f"call {call.model_call_id!r} does not extend its parent's chain", code="chain_hash_mismatch"
             )
-        if call.carry_len is None:
+        carry_len = call.carry_len
+        if carry_len is None:
             raise VerificationError(
                 f"the mask of call {call.model_call_id!r} is not carry, then generation", code="invalid_mask_order"
             )
-        if call.carry_len == call.delta_len:
+        if carry_len == call.delta_len:
             raise VerificationError(f"call {call.model_call_id!r} generated no token", code="empty_generation")
-        end = start + call.delta_len
-        weight_spans.append(WeightVersionSpan(call.model_call_id, start, end, record.weight_version))
-        link_spans.append(LinkSpan(call.model_call_id, call.carry_len, call.delta_len - call.carry_len))
-        start = end
-    tokens = b"".join([call.encoded_token_ids[8:] for call in calls])
-    cumulative = hashlib.sha256(CUMULATIVE_DOMAIN + u64(start))
-    cumulative.update(tokens)
+        cumulative.update(encoded[8:])
+        runs += (carry_len, call.delta_len - carry_len)
     if cumulative.hexdigest() != chain[-1].cumulative_hash:
         raise VerificationError(
             f"the cumulative hash of terminal {chain[-1].model_call_id!r} does not cover the row's tokens",
@@ -246,27 +272,11 @@ def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]
         )
     return LinearizedRow(
         rollout_id=rollout_id,
-        token_ids=np.frombuffer(tokens, ">i8").astype(np.int64),
-        token_mask=_generated(link_spans, start),
-        logprobs=np.frombuffer(b"".join([call.encoded_log_probs for call in calls]), ">f4").astype(np.float32),
-        model_call_ids=[record.model_call_id for record in chain],
-        prompt_len=link_spans[0].carry_len,
-        weight_versions=[record.weight_version for record in chain],
-        weight_version_spans=weight_spans,
-        link_spans=link_spans,
-        extras_commitments=[
-            ExtrasCommitment(record.model_call_id, record.extras_digest_version, record.extras_digest)
-            for record in chain
-        ],
-        route_shapes=[call.routes for call in calls],
+        token_ids=np.concatenate([call.token_ids_delta for call in calls], dtype=np.int64),
+        token_mask=np.repeat(np.tile(_CARRY_THEN_GENERATION, len(calls)), runs),
+        logprobs=np.concatenate([call.generation_log_probs_delta for call in calls], dtype=np.float32),
+        calls=tuple(calls),
     )
 
 
-def _generated(link_spans: list[LinkSpan], total: int) -> Floats:
-    """The row's mask `[total]`: 1 where a call's generation lies."""
-    mask = np.zeros(total, np.float32)
-    end = 0
-    for span in link_spans:
-        end += span.carry_len + span.generation_len
-        mask[end - span.generation_len : end] = 1.0
-    return mask
+_CARRY_THEN_GENERATION = np.array([0, 1], np.float32)

@@ -112,17 +112,12 @@ class PackedCall(NamedTuple):
 
     @property
     def log_probs_at(self) -> int:
-        return self.mask_at + 4 * self.delta_len + _COUNTS.size
+        return self.tokens_at + 12 * self.delta_len + 2 * _COUNTS.size
 
     @property
-    def encoded_log_probs(self) -> bytes:
-        """The log probabilities as they lie, 4 bytes each."""
-        return self.value[self.log_probs_at : self.log_probs_at + 4 * self.delta_len]
-
-    @property
-    def encoded_token_ids(self) -> memoryview:
+    def encoded_token_ids(self) -> bytes:
         """The delta's tokens as the digests encode them: the count, then 8 bytes a token."""
-        return memoryview(self.value)[self.tokens_at - 8 : self.tokens_at + 8 * self.delta_len]
+        return self.value[self.tokens_at - 8 : self.tokens_at + 8 * self.delta_len]
 
     def to_call(self) -> StagedCall:
         """The same call as a record, with native arrays."""

@@ -14,7 +14,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,6 +34,7 @@ from rollout_reassembler.cli.bench.machine import machine_facts, measure_hash_li
 from rollout_reassembler.cli.bench.ours import OursArm
 from rollout_reassembler.cli.bench.shapes import MadeGroup, Shape, make_group
 from rollout_reassembler.cli.bench.staging import staging_group, staging_rates
+from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
@@ -72,23 +73,30 @@ def run_bench(settings: BenchSettings, *, progress: Progress = lambda _: None) -
 
 @contextmanager
 def open_client(plane: BenchPlane) -> Iterator[DataPlaneClient]:
-    """A client of a plane that is started for the bench alone, and ended with it."""
+    """A client of a plane that is started for the bench alone, and ended with it. Raises `CannotMeasure`."""
     if plane == "memory":
-        client = build_data_plane_client(DataPlaneConfig(impl="memory"))
-        yield client
-        client.close()
+        with closing(build_data_plane_client(DataPlaneConfig(impl="memory"))) as client:
+            yield client
         return
-    import ray
-
+    try:
+        import ray
+    except ImportError as error:
+        raise CannotMeasure(
+            "the simple plane needs Ray: pip install 'rollout-reassembler[ray]', or measure with --plane memory"
+        ) from error
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     try:
-        client = build_data_plane_client(DataPlaneConfig(impl="transfer_queue"), bootstrap=True)
-        try:
+        with closing(_start_queue()) as client:
             yield client
-        finally:
-            client.close()
     finally:
         ray.shutdown()
+
+
+def _start_queue() -> DataPlaneClient:
+    try:
+        return build_data_plane_client(DataPlaneConfig(impl="transfer_queue"), bootstrap=True)
+    except DataPlaneError as error:
+        raise CannotMeasure(str(error)) from error
 
 
 def measure(

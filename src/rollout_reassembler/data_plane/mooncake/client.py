@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_reassembler.contract.errors import DataPlaneError, RequestError
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only
 from rollout_reassembler.data_plane.config import DataPlaneConfig
+from rollout_reassembler.data_plane.mooncake import environment
 from rollout_reassembler.data_plane.transfer_queue.client import TransferQueueDataPlane
 from rollout_reassembler.data_plane.transfer_queue.environment import check_version, prepare_environment
 
@@ -37,6 +38,8 @@ class MooncakeDataPlane(TransferQueueDataPlane):
     def __init__(self, cfg: DataPlaneConfig, *, bootstrap: bool) -> None:
         check_version()
         prepare_environment(cfg.deadlines)
+        # Before the queue is imported, which imports Mooncake: how much that logs is settled then.
+        environment.prepare_environment(cfg.deadlines)
         from rollout_reassembler.data_plane.mooncake import connection
 
         started = connection.start(cfg) if bootstrap else None

@@ -15,6 +15,7 @@ All calls block, and end by themselves (`environment.py`). They may come from se
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ _NOT_FOUND = -704
 _TRANSFER_FAILED = -800
 _RPC_FAILED = (-900, -901)
 _BATCH = 4096
+_KNOCK_SECONDS = 5.0
 _SHARE = 2
 """A call is cut into parts of at most one in so many of the usable buffer, so that several run at a time."""
 
@@ -59,6 +61,7 @@ class MooncakeStore:
         """
         require_protocol(cfg)
         self._module = import_store()
+        _knock(cfg.master_server_address)
         self.address = cfg.master_server_address
         self._buffer = _Buffer(cfg.local_buffer_size // 2)
         self.session = session
@@ -172,6 +175,15 @@ class MooncakeStore:
         if code == _NO_ROOM:
             raise StoreFailure("no room in the store: clear rows, or add memory hosts", is_gone=False)
         raise StoreFailure(f"the Mooncake store refused (code {code})", is_gone=False)
+
+
+def _knock(address: str) -> None:
+    """Raise `DataPlaneUnavailable` when nothing listens there; the store's own attempts take long to say so."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _KNOCK_SECONDS).close()
+    except OSError as error:
+        raise DataPlaneUnavailable(f"no Mooncake master listens at {address}: {error}", call="connect") from error
 
 
 class _Buffer:

@@ -1,0 +1,144 @@
+"""A whole run on Ray and Mooncake, killed at its checkpoint, and brought back by another process.
+
+    python -m tests.data_plane.scenarios.mooncake_cluster save FOLDER        # ends by SIGKILL of itself
+    python -m tests.data_plane.scenarios.mooncake_cluster restore FOLDER
+
+Each prints what happened as JSON. A script of its own: a process can be in one Ray cluster only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+import ray
+
+from rollout_reassembler import (
+    DataPlaneConfig,
+    FinalizedGroup,
+    GroupRecords,
+    ReassemblerPool,
+    RolloutReassemblerActorConfig,
+    build_data_plane_client,
+    create_rollout_reassembler_actors,
+    register_canonical_partition,
+    register_staging_partition,
+    sweep_staging,
+)
+from tests.actors.groups import assert_rows_proven, request_of, stage_groups_elsewhere
+from tests.reassembly.contents import whole_plane
+
+CONFIG = RolloutReassemblerActorConfig("canonical", "staging", 0)
+FINALIZED, IN_FLIGHT, GIVEN_UP = [0, 1, 2], [3, 4], [5]
+
+
+def config(memory_hosts: int, client_segment_size: int = 0) -> DataPlaneConfig:
+    store = {
+        "master_server_address": "127.0.0.1:0",
+        "start_master": True,
+        "memory_hosts": memory_hosts,
+        "global_segment_size": 128 << 20,
+        "local_buffer_size": 32 << 20,
+        "client_segment_size": client_segment_size,
+    }
+    return DataPlaneConfig.model_validate({"impl": "transfer_queue", "backend": "mooncake_cpu", "mooncake_cpu": store})
+
+
+def digests(plane: Any) -> str:
+    return repr(whole_plane(plane))
+
+
+def answers_of(groups: list[FinalizedGroup]) -> list[str]:
+    return [repr((group.meta, group.metrics, group.rejections, group.valid_row_count)) for group in groups]
+
+
+def stage_and_die(dp_config: DataPlaneConfig, groups: list[int]) -> None:
+    """Stage from a worker of its own, which is killed as soon as its rows are durable."""
+    worker = stage_groups_elsewhere.options(max_retries=0).remote(dp_config, "staging", groups)
+    ray.get(worker, timeout=120)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def stage_then_kill_myself(dp_config: DataPlaneConfig, group: int) -> None:
+    from tests.actors.groups import stage_group
+
+    stage_group(build_data_plane_client(dp_config, bootstrap=False), "staging", group)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save(folder: Path) -> None:
+    """Two memory hosts and two actors that give memory, too: four owners."""
+    plane: Any = build_data_plane_client(config(memory_hosts=2))
+    register_staging_partition(plane, "staging")
+    register_canonical_partition(plane, "canonical")
+    dp_config = config(memory_hosts=2)
+    actors = create_rollout_reassembler_actors(config(2, client_segment_size=64 << 20), CONFIG, num_workers=2)
+    for actor in actors:
+        plane.add_owner(actor)
+    ray.get(stage_groups_elsewhere.remote(dp_config, "staging", [*FINALIZED, *GIVEN_UP]), timeout=120)
+    for group in IN_FLIGHT:
+        try:
+            ray.get(stage_then_kill_myself.remote(dp_config, group), timeout=120)
+        except ray.exceptions.WorkerCrashedError:
+            continue
+        raise AssertionError("the worker did not die")
+    pool = ReassemblerPool(actors)
+    answers = list(pool.finalize_all([request_of(group) for group in FINALIZED]))
+    refused = ray.get(actors[0].mooncake_checkpoint.remote({"operation": "DESCRIBE", "session": plane.session}))
+    with plane.quiesce(30.0) as writers:
+        plane.save_checkpoint(str(folder / "checkpoint"), metadata={"step": 3})
+        content = digests(plane)
+    (folder / "expected.json").write_text(json.dumps({"content": content, "answers": answers_of(answers)}))
+    report = {
+        "owners": len(list((folder / "checkpoint").glob("shard-*-0.rows"))),
+        "writers": len(writers),
+        "actor_answers": sorted(refused),
+        "staged": len(plane.list_samples("staging")),
+    }
+    print(json.dumps(report), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def restore(folder: Path) -> None:
+    expected = json.loads((folder / "expected.json").read_text())
+    dp_config = config(memory_hosts=1)
+    plane: Any = build_data_plane_client(dp_config)
+    metadata = plane.load_checkpoint(str(folder / "checkpoint"))
+    identical = digests(plane) == expected["content"]
+    actors = create_rollout_reassembler_actors(dp_config, CONFIG, num_workers=1)
+    pool = ReassemblerPool(actors)
+    again = list(pool.finalize_all([request_of(group) for group in FINALIZED]))
+    unchanged = digests(plane) == expected["content"]
+    finished = list(pool.finalize_all([request_of(group) for group in IN_FLIGHT]))
+    assert_rows_proven(plane, "canonical", [*FINALIZED, *IN_FLIGHT])
+    swept = sweep_staging(plane, "staging", older_than_s=0.0, dry_run=False)
+    report = {
+        "metadata": metadata,
+        "identical": identical,
+        "same_answers": answers_of(again) == expected["answers"],
+        "nothing_finalized_twice": unchanged,
+        "valid_rows_of_groups_in_flight": sum(group.valid_row_count for group in finished),
+        "swept_rollouts": sorted(swept.found),
+        "staged_left": len(plane.list_samples("staging")),
+        "recorded": sorted(GroupRecords(plane, partition_id="canonical").group_ids()),
+        "actor_owns": ray.get(actors[0].mooncake_checkpoint.remote({"operation": "DESCRIBE", "session": "s"})),
+    }
+    pool.close()
+    plane.close()
+    ray.shutdown()
+    print(json.dumps(report))
+
+
+def main() -> None:
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    {"save": save, "restore": restore}[sys.argv[1]](Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
