@@ -180,8 +180,11 @@ def bench(
 ) -> None:
     """Measure how fast groups are finalized on this machine, phase by phase, next to what one has today.
 
-    Both arms finalize the same rows in turn, in this process, and must publish the same. Read the ratio first: other
-    work on the machine moves the milliseconds. A quick look: `reassemble bench --shape small --plane memory`.
+    Both arms finalize the same calls, in turns, in this process, and must publish the same rows.
+
+    Read the ratio first: other work on the machine moves the milliseconds.
+
+    A quick look: `reassemble bench --shape small --plane memory`.
     """
     from rollout_reassembler.cli.bench.report import print_report, write_report
     from rollout_reassembler.cli.bench.run import BenchSettings, CannotMeasure, run_bench

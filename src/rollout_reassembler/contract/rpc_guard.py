@@ -72,16 +72,26 @@ def assert_metadata_only(value: Any, *, path: str = "rpc", max_bytes: int = MAX_
 
 def _measure(value: Any, path: str, budget: int, above: list[int]) -> int:
     """Bytes of `value`, at most `budget`. `above` holds the ids of the containers around it."""
-    kind = type(value)
-    if kind is str:
-        size = _text_bytes(value)
-    elif kind in _NUMBERS:
-        size = max(_NUMBER_BYTES, value.bit_length() // 8) if kind is int else _NUMBER_BYTES
-    else:
+    size = _scalar_bytes(value)
+    if size is None:
         return _measure_container(value, path, budget, above)
     if size > budget:
-        raise _over_budget(path, f"{kind.__name__} of {size} bytes")
+        raise _over_budget(path, f"{type(value).__name__} of {size} bytes")
     return size
+
+
+def _scalar_bytes(value: Any) -> int | None:
+    """The size of a text or a number; `None` for anything else."""
+    kind = type(value)
+    size: int
+    if kind is str:
+        # ASCII, which nearly all metadata is, is not encoded to find its size out.
+        size = len(value) if value.isascii() else len(value.encode(errors="surrogatepass"))
+        return size
+    if kind is int:
+        size = value.bit_length() // 8
+        return max(_NUMBER_BYTES, size)
+    return _NUMBER_BYTES if kind in _NUMBERS else None
 
 
 def _measure_container(value: Any, path: str, budget: int, above: list[int]) -> int:
@@ -91,43 +101,58 @@ def _measure_container(value: Any, path: str, budget: int, above: list[int]) -> 
         raise RpcPayloadError(path, f"nested deeper than {MAX_RPC_DEPTH}")
     above.append(id(value))
     kind = type(value)
-    size = 0
     if kind is dict:
-        for key, item in value.items():
-            if type(key) is not str:
-                raise RpcPayloadError(path, f"a dict key of type {type(key).__name__}; keys are strings")
-            if key in _FORBIDDEN_RPC_KEYS:
-                raise RpcPayloadError(f"{path}[{key!r}]", f"{_describe(item)} under a name that holds tokens or routes")
-            size += _text_bytes(key)
-            # Most of a receipt is short text; its path is put together only where there is a container below.
-            if type(item) is str:
-                size += _text_bytes(item)
-            else:
-                size += _measure(item, f"{path}[{key!r}]", budget - size, above)
-            if size > budget:
-                raise _over_budget(f"{path}[{key!r}]", _describe(item))
+        size = _measure_dict(value, path, budget, above, _FORBIDDEN_RPC_KEYS)
     elif kind is list or kind is tuple:
-        if len(value) * _NUMBER_BYTES > budget:
-            raise _over_budget(path, _describe(value))
-        for index, item in enumerate(value):
-            size += _NUMBER_BYTES + _measure(item, f"{path}[{index}]", budget - size, above)
-            if size > budget:
-                raise _over_budget(f"{path}[{index}]", _describe(item))
+        size = _measure_items(value, path, budget, above)
     elif kind in _MESSAGES:
-        for name in _MESSAGES[kind]:
-            part = getattr(value, name)
-            if name in _KEYED_BY_ID and type(part) is dict:
-                part = list(part.items())
-            size += _measure(part, f"{path}.{name}", budget - size, above)
+        size = _measure_message(value, path, budget, above)
     else:
         raise RpcPayloadError(path, f"{_describe(value)} is not metadata; rows travel through the data plane")
     above.pop()
     return size
 
 
-def _text_bytes(text: str) -> int:
-    """Its size in UTF-8; ASCII, which nearly all metadata is, is not encoded to find out."""
-    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+# In a dict or a list most items are short texts and numbers; a path is put together only for the others.
+
+
+def _measure_dict(value: dict[Any, Any], path: str, budget: int, above: list[int], forbidden: frozenset[str]) -> int:
+    size = 0
+    for key, item in value.items():
+        if type(key) is not str:
+            raise RpcPayloadError(path, f"a dict key of type {type(key).__name__}; keys are strings")
+        if key in forbidden:
+            raise RpcPayloadError(f"{path}[{key!r}]", f"{_describe(item)} under a name that holds tokens or routes")
+        size += _scalar_bytes(key) or 0
+        scalar = _scalar_bytes(item)
+        size += scalar if scalar is not None else _measure(item, f"{path}[{key!r}]", budget - size, above)
+        if size > budget:
+            raise _over_budget(f"{path}[{key!r}]", _describe(item))
+    return size
+
+
+def _measure_items(value: list[Any] | tuple[Any, ...], path: str, budget: int, above: list[int]) -> int:
+    if len(value) * _NUMBER_BYTES > budget:
+        raise _over_budget(path, _describe(value))
+    size = 0
+    for index, item in enumerate(value):
+        scalar = _scalar_bytes(item)
+        size += scalar if scalar is not None else _measure(item, f"{path}[{index}]", budget - size, above)
+        size += _NUMBER_BYTES
+        if size > budget:
+            raise _over_budget(f"{path}[{index}]", _describe(item))
+    return size
+
+
+def _measure_message(value: Any, path: str, budget: int, above: list[int]) -> int:
+    size = 0
+    for name in _MESSAGES[type(value)]:
+        part = getattr(value, name)
+        if name in _KEYED_BY_ID and type(part) is dict:
+            size += _measure_dict(part, f"{path}.{name}", budget - size, [*above, id(part)], frozenset())
+        else:
+            size += _measure(part, f"{path}.{name}", budget - size, above)
+    return size
 
 
 def _over_budget(path: str, found: str) -> RpcPayloadError:
@@ -142,5 +167,5 @@ def _describe(value: Any) -> str:
         return f"{name} of {len(value)} items" if isinstance(value, Sized) else name
     try:
         return f"{name} of shape {tuple(value.shape)}, {value.nbytes} bytes"
-    except Exception:  # a nested tensor has the attribute, but no shape to tell
+    except (AttributeError, RuntimeError, TypeError):  # a nested tensor has the attribute, but no shape to tell
         return name

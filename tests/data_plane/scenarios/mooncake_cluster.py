@@ -8,6 +8,7 @@ Each prints what happened as JSON. A script of its own: a process can be in one 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -55,13 +56,8 @@ def digests(plane: Any) -> str:
 
 
 def answers_of(groups: list[FinalizedGroup]) -> list[str]:
-    return [repr((group.meta, group.metrics, group.rejections, group.valid_row_count)) for group in groups]
-
-
-def stage_and_die(dp_config: DataPlaneConfig, groups: list[int]) -> None:
-    """Stage from a worker of its own, which is killed as soon as its rows are durable."""
-    worker = stage_groups_elsewhere.options(max_retries=0).remote(dp_config, "staging", groups)
-    ray.get(worker, timeout=120)
+    """Each answer without its timings, as JSON."""
+    return [json.dumps({**dataclasses.asdict(group), "timings": None}, sort_keys=True) for group in groups]
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -90,7 +86,7 @@ def save(folder: Path) -> None:
         raise AssertionError("the worker did not die")
     pool = ReassemblerPool(actors)
     answers = list(pool.finalize_all([request_of(group) for group in FINALIZED]))
-    refused = ray.get(actors[0].mooncake_checkpoint.remote({"operation": "DESCRIBE", "session": plane.session}))
+    described = ray.get(actors[0].mooncake_checkpoint.remote({"operation": "DESCRIBE", "session": plane.session}))
     with plane.quiesce(30.0) as writers:
         plane.save_checkpoint(str(folder / "checkpoint"), metadata={"step": 3})
         content = digests(plane)
@@ -98,7 +94,7 @@ def save(folder: Path) -> None:
     report = {
         "owners": len(list((folder / "checkpoint").glob("shard-*-0.rows"))),
         "writers": len(writers),
-        "actor_answers": sorted(refused),
+        "actor_answers": sorted(described),
         "staged": len(plane.list_samples("staging")),
     }
     print(json.dumps(report), flush=True)
