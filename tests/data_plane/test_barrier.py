@@ -100,7 +100,7 @@ def test_a_writer_that_does_not_stop_is_named_and_all_go_on(planes: list[Any], m
 def test_a_write_waits_no_longer_than_its_deadline(planes: list[Any]) -> None:
     with planes[0].quiesce(5):
         started = time.monotonic()
-        with pytest.raises(DataPlaneTimeout, match="quiesced by .*nothing was written") as raised:
+        with pytest.raises(DataPlaneTimeout, match=r"quiesced by .*nothing was written") as raised:
             planes[1].put_samples(["late"], "p", {"step": [1]})
         assert 1.4 < time.monotonic() - started < 3
         assert (raised.value.call, raised.value.partition, raised.value.keys) == ("put_samples", "p", ("late",))
@@ -160,17 +160,23 @@ def test_a_checkpoint_taken_while_quiesced_does_not_come_back_quiesced(planes: l
 
 
 def test_a_gate_that_was_lost_is_told_at_the_end(planes: list[Any]) -> None:
-    with pytest.raises(DataPlaneError, match="not quiesced to the end"), planes[0].quiesce(5):
+    def take_it() -> None:
         for beat in range(5):
             planes[1]._gate._rows.put("gate", {"id": "other", "name": "other", "beat": beat})
             time.sleep(0.15)
+
+    with pytest.raises(DataPlaneError, match="not quiesced to the end"), planes[0].quiesce(5):
+        take_it()
     planes[1]._gate._rows.clear(["gate"])
 
 
 def test_memory_writers_that_do_not_stop_are_counted() -> None:
     plane = MemoryDataPlane()
-    with plane._gate.writing("put_samples", "p", ["a"], 1):
-        with pytest.raises(DataPlaneTimeout, match="1 writes of this process"), plane.quiesce(0.2):
-            pytest.fail("the block must not run")
+    with (
+        plane._gate.writing("put_samples", "p", ["a"], 1),
+        pytest.raises(DataPlaneTimeout, match="1 writes of this process"),
+        plane.quiesce(0.2),
+    ):
+        pytest.fail("the block must not run")
     with plane.quiesce(1), pytest.raises(DataPlaneTimeout, match="somebody else"), plane.quiesce(0.2):
         pytest.fail("the block must not run")

@@ -78,9 +78,13 @@ def test_a_shard_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), ShardWriter(str(tmp_path), "shard-0-0.rows", HERE) as shard:
-        shard.add("one", b"1")
-        raise ZeroDivisionError
+    def give_up() -> None:
+        with ShardWriter(str(tmp_path), "shard-0-0.rows", HERE) as shard:
+            shard.add("one", b"1")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        give_up()
     assert list(tmp_path.iterdir()) == []
 
 

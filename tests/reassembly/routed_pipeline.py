@@ -121,6 +121,12 @@ class Pipeline:
         return set(self.plane.list_samples(self.staging))
 
 
+def finalized(pipeline: Pipeline, *rollouts: MadeRollout, **options: Any) -> FinalizedGroup:
+    """Stage these rollouts and finalize them as one group."""
+    pipeline.stage(*rollouts)
+    return pipeline.finalize(rollouts, **options)
+
+
 def routes_of(batch: TrainBatch) -> list[np.ndarray]:
     """A packed batch's routes, row by row."""
     assert batch.routed_experts is not None

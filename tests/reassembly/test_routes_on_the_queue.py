@@ -68,7 +68,7 @@ def unused_id() -> str:
 def check_everywhere(capture: Capture, on_queue: Callable[[Mode], Pipeline]) -> None:
     """Put a capture through both modes on both planes: four times the same tensors, or the same reasons.
 
-    A failing one is best shrunk on the memory plane, by the same test in `test_routed_groups.py`.
+    A failing one is best shrunk on the memory plane, by the like test in `test_routed_groups.py`.
     """
     group_id = unused_id()
     queued = {mode: capture.through(on_queue(mode), group_id) for mode in MODES}

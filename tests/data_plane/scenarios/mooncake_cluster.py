@@ -24,7 +24,7 @@ from rollout_reassembler import (
     DataPlaneConfig,
     FinalizedGroup,
     GroupRecords,
-    ReassemblerPool,
+    RolloutReassemblerActor,
     RolloutReassemblerActorConfig,
     build_data_plane_client,
     create_rollout_reassembler_actors,
@@ -32,7 +32,7 @@ from rollout_reassembler import (
     register_staging_partition,
     sweep_staging,
 )
-from tests.actors.groups import assert_rows_proven, request_of, stage_groups_elsewhere
+from tests.actors.groups import assert_rows_proven, request_of, stage_group
 from tests.reassembly.contents import whole_plane
 
 CONFIG = RolloutReassemblerActorConfig("canonical", "staging", 0)
@@ -51,47 +51,39 @@ def config(memory_hosts: int, client_segment_size: int = 0) -> DataPlaneConfig:
     return DataPlaneConfig.model_validate({"impl": "transfer_queue", "backend": "mooncake_cpu", "mooncake_cpu": store})
 
 
-def digests(plane: Any) -> str:
-    return repr(whole_plane(plane))
-
-
 def answers_of(groups: list[FinalizedGroup]) -> list[str]:
     """Each answer without its timings, as JSON."""
     return [json.dumps({**dataclasses.asdict(group), "timings": None}, sort_keys=True) for group in groups]
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def stage_then_kill_myself(dp_config: DataPlaneConfig, group: int) -> None:
-    from tests.actors.groups import stage_group
-
-    stage_group(build_data_plane_client(dp_config, bootstrap=False), "staging", group)
+def stage_then_kill_myself(dp_config: DataPlaneConfig, groups: list[int]) -> None:
+    """What becomes of a worker that dies just after its rows were durable."""
+    plane = build_data_plane_client(dp_config, bootstrap=False)
+    for group in groups:
+        stage_group(plane, "staging", group)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def save(folder: Path) -> None:
-    """Two memory hosts and two actors that give memory, too: four owners."""
+    """Two memory hosts and an actor that gives memory, too: three owners."""
     plane: Any = build_data_plane_client(config(memory_hosts=2))
     register_staging_partition(plane, "staging")
     register_canonical_partition(plane, "canonical")
-    dp_config = config(memory_hosts=2)
-    actors = create_rollout_reassembler_actors(config(2, client_segment_size=64 << 20), CONFIG, num_workers=2)
-    for actor in actors:
-        plane.add_owner(actor)
-    ray.get(stage_groups_elsewhere.remote(dp_config, "staging", [*FINALIZED, *GIVEN_UP]), timeout=120)
-    for group in IN_FLIGHT:
-        try:
-            ray.get(stage_then_kill_myself.remote(dp_config, group), timeout=120)
-        except ray.exceptions.WorkerCrashedError:
-            continue
-        raise AssertionError("the worker did not die")
-    pool = ReassemblerPool(actors)
-    answers = list(pool.finalize_all([request_of(group) for group in FINALIZED]))
-    described = ray.get(actors[0].mooncake_checkpoint.remote({"operation": "DESCRIBE", "session": plane.session}))
+    (actor,) = create_rollout_reassembler_actors(config(2, client_segment_size=128 << 20), CONFIG, num_workers=1)
+    plane.add_owner(actor)
+    dying = stage_then_kill_myself.remote(config(memory_hosts=2), IN_FLIGHT)
+    for group in (*FINALIZED, *GIVEN_UP):
+        stage_group(plane, "staging", group)
+    answers = ray.get([actor.finalize.remote(request_of(group)) for group in FINALIZED], timeout=60)
+    died = ray.wait([dying], timeout=60)[0] == [dying]
+    described = ray.get(actor.mooncake_checkpoint.remote({"operation": "DESCRIBE", "session": plane.session}))
     with plane.quiesce(30.0) as writers:
         plane.save_checkpoint(str(folder / "checkpoint"), metadata={"step": 3})
-        content = digests(plane)
+        content = repr(whole_plane(plane))
     (folder / "expected.json").write_text(json.dumps({"content": content, "answers": answers_of(answers)}))
     report = {
+        "stager_died": died,
         "owners": len(list((folder / "checkpoint").glob("shard-*-0.rows"))),
         "writers": len(writers),
         "actor_answers": sorted(described),
@@ -106,12 +98,11 @@ def restore(folder: Path) -> None:
     dp_config = config(memory_hosts=1)
     plane: Any = build_data_plane_client(dp_config)
     metadata = plane.load_checkpoint(str(folder / "checkpoint"))
-    identical = digests(plane) == expected["content"]
-    actors = create_rollout_reassembler_actors(dp_config, CONFIG, num_workers=1)
-    pool = ReassemblerPool(actors)
-    again = list(pool.finalize_all([request_of(group) for group in FINALIZED]))
-    unchanged = digests(plane) == expected["content"]
-    finished = list(pool.finalize_all([request_of(group) for group in IN_FLIGHT]))
+    identical = repr(whole_plane(plane)) == expected["content"]
+    reassembler = RolloutReassemblerActor(dp_config, CONFIG)
+    again = [reassembler.finalize(request_of(group)) for group in FINALIZED]
+    unchanged = repr(whole_plane(plane)) == expected["content"]
+    finished = [reassembler.finalize(request_of(group)) for group in IN_FLIGHT]
     assert_rows_proven(plane, "canonical", [*FINALIZED, *IN_FLIGHT])
     swept = sweep_staging(plane, "staging", older_than_s=0.0, dry_run=False)
     report = {
@@ -123,9 +114,8 @@ def restore(folder: Path) -> None:
         "swept_rollouts": sorted(swept.found),
         "staged_left": len(plane.list_samples("staging")),
         "recorded": sorted(GroupRecords(plane, partition_id="canonical").group_ids()),
-        "actor_owns": ray.get(actors[0].mooncake_checkpoint.remote({"operation": "DESCRIBE", "session": "s"})),
+        "owned_here": reassembler.mooncake_checkpoint({"operation": "DESCRIBE", "session": "s"}),
     }
-    pool.close()
     plane.close()
     ray.shutdown()
     print(json.dumps(report))
