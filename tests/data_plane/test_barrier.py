@@ -23,12 +23,10 @@ DEADLINES = Deadlines(read=10, write=10, clear=10, metadata=10, connect=20, chec
 
 
 @pytest.fixture(scope="module")
-def queue() -> Iterator[PlainQueue]:
-    host = QueueHost()
-    queue = host.start_queue()
+def queue(queues: QueueHost) -> Iterator[PlainQueue]:
+    queue = queues.start_queue()
     yield queue
     queue.stop()
-    host.close()
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +125,16 @@ def test_a_gate_whose_holder_died_opens(planes: list[Any]) -> None:
     with planes[2].quiesce(5):
         pass
     assert planes[0]._gate._rows.get("gate") is None
+
+
+def test_a_row_whose_put_is_under_way_stops_nobody(planes: list[Any]) -> None:
+    """Rows are numbered before they are tagged: for a moment they are there without tags."""
+    for key in ("gate", "writer/joining"):
+        planes[0]._gate._rows.put(key, {})
+    planes[1].put_samples(["a"], "p", {"step": [1]})
+    with planes[2].quiesce(5) as writers:
+        assert len(writers) >= 1
+    planes[0]._gate._rows.clear(["writer/joining"])
 
 
 def test_two_do_not_quiesce_at_once(planes: list[Any]) -> None:

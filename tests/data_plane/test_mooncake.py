@@ -30,13 +30,6 @@ SIZES = (0, 1, 127, 128, 129, 5_000, 65_535, 65_536, 300_000)
 
 
 @pytest.fixture(scope="module")
-def queues() -> Iterator[QueueHost]:
-    queues = QueueHost()
-    yield queues
-    queues.close()
-
-
-@pytest.fixture(scope="module")
 def site(queues: QueueHost) -> Iterator[MooncakeSite]:
     site = MooncakeSite(queues, hosts=2)
     yield site

@@ -31,13 +31,6 @@ IN_TIME = SECONDS + 1.5
 LARGE = np.arange(20_000)
 
 
-@pytest.fixture(scope="module")
-def queues() -> Iterator[QueueHost]:
-    queues = QueueHost()
-    yield queues
-    queues.close()
-
-
 @pytest.fixture
 def site(queues: QueueHost) -> Iterator[MooncakeSite]:
     site = MooncakeSite(queues)

@@ -50,7 +50,11 @@ _LEAVE = 2.0
 
 
 class GateRows(Protocol):
-    """The rows of tags in `GATE_PARTITION`. Each call raises `DataPlaneError` when the plane fails."""
+    """The rows of tags in `GATE_PARTITION`. Each call raises `DataPlaneError` when the plane fails.
+
+    A row whose first put is still under way has no tags yet; it counts as not there. That is safe: who
+    puts a row looks at those of the others afterwards.
+    """
 
     def put(self, key: str, tags: Tags) -> None: ...
 
@@ -181,7 +185,7 @@ class SharedGate:
     def _read_gate(self) -> None:
         began = time.monotonic()
         tags = self._rows.get(_GATE)
-        holder = None if tags is None else _Holder(tags["id"], tags["name"], tags["beat"])
+        holder = _Holder(tags["id"], tags["name"], tags["beat"]) if tags else None
         if holder is not None and self._pulse.is_silent(_GATE, holder):
             holder = None
         with self._changed:
@@ -216,7 +220,7 @@ class SharedGate:
     def _refuse_other_holder(self, until: float, seconds: float) -> None:
         pulse, first = _Pulse(), self._rows.get(_GATE)
         tags = first
-        while tags is not None and not pulse.is_silent(_GATE, tags):
+        while tags and not pulse.is_silent(_GATE, tags):
             if tags != first:
                 raise DataPlaneError(f"{tags['name']} keeps the plane quiesced", call="quiesce")
             if time.monotonic() > until:
@@ -229,7 +233,7 @@ class SharedGate:
         """The names of the writers, once each of them has stopped or is dead."""
         pulse = _Pulse()
         while True:
-            rows = {key: tags for key, tags in self._rows.list().items() if key != _GATE}
+            rows = {key: tags for key, tags in self._rows.list().items() if key != _GATE and tags}
             dead = [key for key, tags in rows.items() if pulse.is_silent(key, tags.get("beat"))]
             late = [tags["name"] for key, tags in rows.items() if tags["stopped"] != gate_id and key not in dead]
             if not late:
@@ -287,7 +291,7 @@ class _HeldGate:
             # A beat that fails is tried again; a gap that was too long is told at the end.
             with contextlib.suppress(DataPlaneError):
                 now = self._rows.get(_GATE)
-                if now is not None and now["id"] != self.id:
+                if now and now["id"] != self.id:
                     self._lost = f"{now['name']} took the gate"
                     return
                 self.put()

@@ -39,6 +39,8 @@ from rollout_reassembler.contract.digests import (
     DIGEST_VERSION,
     EXTRAS_DIGEST_VERSION,
     SCHEMA_VERSION,
+    optional_text,
+    text,
 )
 from rollout_reassembler.contract.errors import InvalidStagedCall
 from rollout_reassembler.contract.records import StagedCall
@@ -53,9 +55,13 @@ _U64 = struct.Struct(">Q")
 _LENGTHS = struct.Struct(">6Q")
 _COUNTS = struct.Struct(">2Q")
 _TAIL = struct.Struct(">32sc32sc32s")
-_ABSENT, _PRESENT = b"\x00", b"\x01"
+_PRESENT = b"\x01"
+_ROOT = optional_text(None) + text("text")
+_CHILD_MODE = text("token_in")
 _BOUNDARY_FLAG = 1
 _ONE = struct.pack(">f", 1.0)
+_TOKEN_ID = np.dtype(">i8")
+_FLOAT = np.dtype(">f4")
 
 
 class RouteShape(NamedTuple):
@@ -96,15 +102,15 @@ class PackedCall(NamedTuple):
 
     @property
     def token_ids_delta(self) -> npt.NDArray[np.int64]:
-        return np.frombuffer(self.value, ">i8", self.delta_len, self.tokens_at)
+        return np.frombuffer(self.value, _TOKEN_ID, self.delta_len, self.tokens_at)
 
     @property
     def token_mask_delta(self) -> npt.NDArray[np.float32]:
-        return np.frombuffer(self.value, ">f4", self.delta_len, self.mask_at)
+        return np.frombuffer(self.value, _FLOAT, self.delta_len, self.mask_at)
 
     @property
     def generation_log_probs_delta(self) -> npt.NDArray[np.float32]:
-        return np.frombuffer(self.value, ">f4", self.delta_len, self.log_probs_at)
+        return np.frombuffer(self.value, _FLOAT, self.delta_len, self.log_probs_at)
 
     @property
     def mask_at(self) -> int:
@@ -115,9 +121,9 @@ class PackedCall(NamedTuple):
         return self.tokens_at + 12 * self.delta_len + 2 * _COUNTS.size
 
     @property
-    def encoded_token_ids(self) -> bytes:
+    def encoded_token_ids(self) -> memoryview:
         """The delta's tokens as the digests encode them: the count, then 8 bytes a token."""
-        return self.value[self.tokens_at - 8 : self.tokens_at + 8 * self.delta_len]
+        return memoryview(self.value)[self.tokens_at - 8 : self.tokens_at + 8 * self.delta_len]
 
     def to_call(self) -> StagedCall:
         """The same call as a record, with native arrays."""
@@ -167,13 +173,15 @@ def _unpack(value: bytes) -> PackedCall:
         raise InvalidStagedCall("contents do not hash to the digest")
     rollout_id, at = _text(value, _TEXTS_AT)
     model_call_id, at = _text(value, at)
-    presence, at = value[at : at + 1], at + 1
-    parent_call_id = None
-    if presence == _PRESENT:
-        parent_call_id, at = _text(value, at)
-    elif presence != _ABSENT:
-        raise InvalidStagedCall(f"call {model_call_id!r}: {presence!r} where it should say whether there is a parent")
-    mode, at = _text(value, at)
+    if value.startswith(_ROOT, at):
+        parent_call_id, mode, at = None, "text", at + len(_ROOT)
+    elif value.startswith(_PRESENT, at):
+        parent_call_id, at = _text(value, at + 1)
+        if not value.startswith(_CHILD_MODE, at):
+            raise InvalidStagedCall(f"call {model_call_id!r}: a call with a parent is of mode token_in")
+        mode, at = "token_in", at + len(_CHILD_MODE)
+    else:
+        raise InvalidStagedCall(f"call {model_call_id!r}: neither a root of mode text nor a call with a parent")
     prev_len, delta_len, cum_len, weight_version, token_bytes, count = _LENGTHS.unpack_from(value, at)
     tokens_at = at + _LENGTHS.size
     mask_at = tokens_at + 8 * delta_len + _COUNTS.size
@@ -190,10 +198,8 @@ def _unpack(value: bytes) -> PackedCall:
         raise InvalidStagedCall(f"call {model_call_id!r}: the columns do not all have delta_len {delta_len} values")
     if not (rollout_id and model_call_id and delta_len) or cum_len != prev_len + delta_len or parent_call_id == "":
         raise InvalidStagedCall(f"call {model_call_id!r}: empty id or delta, or lengths that do not add up")
-    if (mode, prev_len == 0) != (("text", True) if parent_call_id is None else ("token_in", False)):
-        raise InvalidStagedCall(
-            f"call {model_call_id!r}: mode {mode!r}, parent {parent_call_id!r}, prev_len {prev_len}"
-        )
+    if (prev_len == 0) != (parent_call_id is None):
+        raise InvalidStagedCall(f"call {model_call_id!r}: prev_len {prev_len} with parent {parent_call_id!r}")
     extras, has_chain, chain, has_cumulative, cumulative = _TAIL.unpack_from(value, tail_at)
     if has_chain != _PRESENT or has_cumulative != _PRESENT:
         raise InvalidStagedCall(f"call {model_call_id!r}: a hash that is not marked as present")
@@ -239,7 +245,8 @@ def _check_columns(value: bytes, n: int, tokens_at: int, mask_at: int, log_probs
     exponents = value[log_probs_at + 4 * carry : log_probs_at + 4 * n : 4]
     if (
         value[tokens_at : tokens_at + 8 * n : 8].isascii()
-        and value[mask_at : mask_at + 4 * n] == zeros + _ONE * (n - carry)
+        and value.startswith(zeros, mask_at)
+        and value.startswith(_ONE * (n - carry), mask_at + 4 * carry)
         and value.startswith(zeros, log_probs_at)
         and b"\x7f" not in exponents
         and b"\xff" not in exponents
