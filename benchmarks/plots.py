@@ -12,6 +12,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
+from rollout_reassembler.cli.bench.report import PHASE_ORDER
+
 _INK, _SOFT, _GRID = "#1f4e79", "#9aa7b3", "#e3e7eb"
 _PHASE_COLORS = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
 _SIZE = (5.2, 3.4)
@@ -49,7 +51,8 @@ def plot_phases(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.6, 2.6))
     colors: dict[str, Any] = {}
     for row, report in enumerate(reports.values()):
-        phases = {name: spread["median"] for name, spread in report["ours"]["phases_ms"].items()}
+        found = report["ours"]["phases_ms"]
+        phases = {name: found[name]["median"] for name in PHASE_ORDER if name in found}
         total, left = sum(phases.values()), 0.0
         for name, ms in phases.items():
             seen = name in colors

@@ -25,7 +25,8 @@ settings.load_profile("busy machine")
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local Ray with CPUs for the queue (2) and for the actors of the tests."""
-    ray = pytest.importorskip("ray")
+    import ray
+
     ray.init(address="local", num_cpus=10, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()

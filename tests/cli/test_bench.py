@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import shutil
 import subprocess
@@ -39,7 +40,7 @@ def one_short_round_of_staging():
 
 @pytest.fixture(scope="module")
 def report(one_short_round_of_staging) -> bench_run.BenchReport:
-    pytest.importorskip("nemo_gym.token_id_capture.staging")
+    importlib.import_module("nemo_gym.token_id_capture.staging")
     return run_bench(BenchSettings(TINY, "memory", repeat=2))
 
 
@@ -86,7 +87,7 @@ def test_the_counter_tells_routes_from_tokens_and_names_what_it_does_not_expect(
 
 
 def test_both_arms_publish_the_same_rows():
-    pytest.importorskip("nemo_gym.token_id_capture.staging")
+    importlib.import_module("nemo_gym.token_id_capture.staging")
     from rollout_reassembler.cli.bench.reference import ReferenceArm
     from rollout_reassembler.cli.bench.reference_rows import HeldRows
 
@@ -175,7 +176,7 @@ def test_forgetting_a_group_leaves_nothing_but_its_record():
 
 
 def test_the_command_prints_the_figures_and_writes_them(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("nemo_gym.token_id_capture.staging")
+    importlib.import_module("nemo_gym.token_id_capture.staging")
     monkeypatch.setitem(SHAPES, "small", TINY)
     file = tmp_path / "deep" / "bench.json"
     result = CliRunner().invoke(
@@ -231,7 +232,7 @@ def test_a_file_that_cannot_be_written_is_said_in_one_line(tmp_path, monkeypatch
 @pytest.mark.ray
 @pytest.mark.slow
 def test_on_a_real_queue_both_arms_share_it(tmp_path):
-    pytest.importorskip("nemo_gym.token_id_capture.staging")
+    importlib.import_module("nemo_gym.token_id_capture.staging")
     file = tmp_path / "bench.json"
     options = ["--shape", "small", "--plane", "simple", "--repeat", "1", "--json", str(file)]
     # In a process of its own, since it starts and ends a Ray of its own.
@@ -244,7 +245,7 @@ def test_on_a_real_queue_both_arms_share_it(tmp_path):
 
 
 def test_the_growth_script_writes_a_plot_a_curve(tmp_path):
-    pytest.importorskip("matplotlib")
+    importlib.import_module("matplotlib")
     script = Path(__file__).parents[2] / "benchmarks" / "growth.py"
     options = ["--plane", "memory", "--repeat", "1", "--most", "4", "--out", str(tmp_path)]
     subprocess.run([sys.executable, str(script), *options], check=True, timeout=120)
@@ -256,7 +257,7 @@ def test_the_growth_script_writes_a_plot_a_curve(tmp_path):
 
 def test_the_page_shows_the_figures_of_its_json_and_no_others(tmp_path):
     """Refreshing the tables from the JSON beside the page changes nothing: none of them was written by hand."""
-    pytest.importorskip("matplotlib")
+    importlib.import_module("matplotlib")
     root = Path(__file__).parents[2]
     page = tmp_path / "performance.md"
     shutil.copy(root / "docs" / "performance.md", page)

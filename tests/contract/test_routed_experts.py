@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from nemo_gym.token_id_capture.staging import routes as reference
 
 from rollout_reassembler.contract.errors import InvalidRoutes
 from rollout_reassembler.contract.routed_experts import (
@@ -26,8 +27,6 @@ from rollout_reassembler.contract.routed_experts import (
     route_extras,
     routed_experts_shape,
 )
-
-reference = pytest.importorskip("nemo_gym.token_id_capture.staging.routes")
 
 DTYPES = ["int8", "int16", "int32"]
 SHAPES = st.tuples(st.integers(1, 7), st.integers(1, 4), st.integers(1, 4))

@@ -253,6 +253,23 @@ def test_a_memory_host_may_join_later(plane: Any, partition: str, site: Mooncake
     late.kill()
 
 
+def test_whoever_started_the_plane_takes_its_rows_out_of_hosts_that_go_on(queues: QueueHost) -> None:
+    site = MooncakeSite(queues)
+    owner, other = site.connect(), site.connect(owners=False)
+    owner.register_partition("p", SCHEMA)
+    owner.put_samples(["a"], "p", columns_of([row(1, 900)]))
+    other.close()
+    third = site.connect(owners=False)
+    assert_same_row(next(third.get_samples(["a"], "p").rows())[1], row(1, 900))
+    names = list(third._run(plane_site(), 10, lambda: third._mooncake.rows.stored(plane_site())))
+    assert all(third._mooncake.store.are_there(names))
+    owner._end_queue = lambda seconds: None
+    owner.close()
+    assert not any(third._mooncake.store.are_there(names))
+    third.close()
+    site.close()
+
+
 def test_rdma_is_had_or_refused() -> None:
     from rollout_reassembler.data_plane.mooncake.store import MooncakeStore
 

@@ -63,18 +63,7 @@ class _ReassemblerProcess:
     def finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         """Publish the request's group. See `RolloutReassembler.finalize_group` for what it raises."""
         assert_metadata_only(request)
-        group = self._reassembler.finalize_group(
-            request.group_id,
-            request.rollout_ids,
-            request.receipts,
-            request.rewards,
-            mask_sample=request.mask_sample,
-            fallback_weight_version=request.fallback_weight_version,
-            prompt_idx=request.prompt_idx,
-            loss_multiplier=request.loss_multiplier,
-            canonical_sample_ids=request.canonical_sample_ids,
-            truncated=request.truncated,
-        )
+        group = self._reassembler.finalize(request)
         assert_metadata_only(group)
         self._metrics.observe(group)
         return group
@@ -178,32 +167,40 @@ def create_rollout_reassembler_actors(
     cpus = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
     if cpus < num_workers:
         raise RequestError(f"{num_workers} actors need a CPU each; the cluster has {cpus:g} in all")
-    actors: list[ray.actor.ActorHandle[Any]] = []
-    try:
+    with _AllOrNone() as actors:
         for index in range(num_workers):
             strategy = (
                 NodeAffinitySchedulingStrategy(node_ids[index % len(node_ids)], soft=True) if node_ids else "SPREAD"
             )
             actors.append(RolloutReassemblerActor.options(scheduling_strategy=strategy).remote(dp_config, config))
-        ray.get([actor.check_dependencies.remote() for actor in actors], timeout=deadline_s)
-    except BaseException as error:
-        _kill_all(actors, error)
-        if isinstance(error, RayTaskError):
+        try:
+            ray.get([actor.check_dependencies.remote() for actor in actors], timeout=deadline_s)
+        except RayTaskError as error:
             raise error.cause from error
-        if isinstance(error, GetTimeoutError):
+        except GetTimeoutError as error:
             free = ray.available_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
             raise TimeoutError(
                 f"{num_workers} reassembler actors were not ready after {deadline_s:g} s; they need a CPU each and "
                 f"{free:g} of {cpus:g} are free now"
             ) from error
-        raise
     return actors
 
 
-def _kill_all(actors: Sequence[ray.actor.ActorHandle[Any]], cause: BaseException) -> None:
-    """Leave no actor behind; a failure to kill is noted on the cause and does not hide it."""
-    for actor in actors:
-        try:
-            ray.kill(actor)
-        except ray.exceptions.RayError as error:
-            cause.add_note(f"while cleaning up, an actor could not be killed: {error}")
+class _AllOrNone:
+    """A list of actors, none of which survives when the block that starts them fails."""
+
+    def __init__(self) -> None:
+        self._actors: list[ray.actor.ActorHandle[Any]] = []
+
+    def __enter__(self) -> list[ray.actor.ActorHandle[Any]]:
+        return self._actors
+
+    def __exit__(self, kind: type[BaseException] | None, cause: BaseException | None, trace: object) -> None:
+        if cause is None:
+            return
+        for actor in self._actors:
+            try:
+                ray.kill(actor)
+            except ray.exceptions.RayError as error:
+                # The first cause is what the caller needs to see.
+                cause.add_note(f"while cleaning up, an actor could not be killed: {error}")

@@ -63,18 +63,7 @@ def _finalize_here(
 ) -> Iterator[FinalizedGroup]:
     reassembler = RolloutReassembler(client, **dataclasses.asdict(config))
     for request in requests:
-        yield reassembler.finalize_group(
-            request.group_id,
-            request.rollout_ids,
-            request.receipts,
-            request.rewards,
-            mask_sample=request.mask_sample,
-            fallback_weight_version=request.fallback_weight_version,
-            prompt_idx=request.prompt_idx,
-            loss_multiplier=request.loss_multiplier,
-            canonical_sample_ids=request.canonical_sample_ids,
-            truncated=request.truncated,
-        )
+        yield reassembler.finalize(request)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def sweep_running_plane(
     live_rollouts = set(live.read_text(encoding="utf-8").split("\n")) - {""} if live is not None else set()
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        client = build_data_plane_client(DataPlaneConfig(impl="transfer_queue"), bootstrap=False)
+        client = build_data_plane_client(_running_plane(), bootstrap=False)
         try:
             return sweep_staging(
                 client,
@@ -57,6 +57,22 @@ def _refuse_unreachable(address: str) -> None:
             socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
         except OSError as error:
             raise ConnectionError(f"no Ray cluster answers at {address} ({error})") from error
+
+
+def _running_plane() -> DataPlaneConfig:
+    """How to reach the queue of this Ray cluster, whatever its rows are in."""
+    from rollout_reassembler.data_plane.mooncake import environment as mooncake_environment
+    from rollout_reassembler.data_plane.transfer_queue import environment
+
+    deadlines = DataPlaneConfig().deadlines
+    environment.prepare_environment(deadlines)
+    mooncake_environment.prepare_environment(deadlines)
+    # Only now: the queue and the store read their environment when they are imported.
+    from rollout_reassembler.data_plane.transfer_queue.connection import running_backend
+
+    backend = running_backend(deadlines.connect)
+    fields = {"impl": "transfer_queue", "backend": backend, "mooncake_cpu": {"local_hostname": ""}}
+    return DataPlaneConfig.model_validate(fields)
 
 
 def sweep_table(report: SweepReport) -> Table:

@@ -37,7 +37,7 @@ from rollout_reassembler.contract.errors import (
     InvalidStagedCall,
     VerificationError,
 )
-from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta
+from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta, ReassemblyRequest
 from rollout_reassembler.contract.records import RolloutReceipt
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.reassembly.admission import GroupRequest, Rejection, admit
@@ -106,6 +106,21 @@ class RolloutReassembler:
         admitted = admit(rollout_id, receipt, self._bounds)
         rollouts = self._prove_group([rollout_id], [admitted], [reward], Phases())
         return (assemble_group_routes(self._source, rollouts) if self._direct_routes else rollouts)[0]
+
+    def finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
+        """`finalize_group` for a request in one piece."""
+        return self.finalize_group(
+            request.group_id,
+            request.rollout_ids,
+            request.receipts,
+            request.rewards,
+            mask_sample=request.mask_sample,
+            fallback_weight_version=request.fallback_weight_version,
+            prompt_idx=request.prompt_idx,
+            loss_multiplier=request.loss_multiplier,
+            canonical_sample_ids=request.canonical_sample_ids,
+            truncated=request.truncated,
+        )
 
     def finalize_group(
         self,

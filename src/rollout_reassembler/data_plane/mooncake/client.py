@@ -13,6 +13,7 @@ What to know beyond `transfer_queue/client.py`:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +23,7 @@ from rollout_reassembler.contract.errors import DataPlaneError, RequestError
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.mooncake import environment
+from rollout_reassembler.data_plane.mooncake.store import StoreFailure
 from rollout_reassembler.data_plane.transfer_queue.client import TransferQueueDataPlane
 from rollout_reassembler.data_plane.transfer_queue.environment import check_version, prepare_environment
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from rollout_reassembler.data_plane.mooncake.connection import Connection
     from rollout_reassembler.data_plane.mooncake.owners import Owner
     from rollout_reassembler.data_plane.mooncake.participant import Participant
+
+logger = logging.getLogger(__name__)
 
 
 class MooncakeDataPlane(TransferQueueDataPlane):
@@ -115,6 +119,15 @@ class MooncakeDataPlane(TransferQueueDataPlane):
         self._schemas.clear()
         self._gate.forget_restored()
         return metadata
+
+    def close(self) -> None:
+        """Disconnect; the client that started the plane also ends it, and removes its rows from hosts that go on."""
+        if self._end_queue is not None:
+            try:
+                self._mooncake.store.remove_session()
+            except StoreFailure as failure:
+                logger.warning("objects of session %s stay in the store: %s", self.session, failure)
+        super().close()
 
     def _driver(self) -> CheckpointDriver:
         from rollout_reassembler.data_plane.mooncake.checkpoint import CheckpointDriver

@@ -26,7 +26,7 @@ from transfer_queue.sampler import SequentialSampler
 
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.config import DataPlaneConfig, MooncakeCpuBackendConfig
-from rollout_reassembler.data_plane.mooncake.environment import prepare_environment
+from rollout_reassembler.data_plane.mooncake.environment import on_this_node, prepare_environment
 from rollout_reassembler.data_plane.mooncake.host import MemoryHost
 from rollout_reassembler.data_plane.mooncake.master import start_master
 from rollout_reassembler.data_plane.mooncake.rows import MooncakeRows
@@ -34,6 +34,7 @@ from rollout_reassembler.data_plane.mooncake.store import MooncakeStore
 from rollout_reassembler.data_plane.mooncake.values import MooncakeValues
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer, run_blocking
 from rollout_reassembler.data_plane.transfer_queue.connection import (
+    BACKENDS,
     CONTROLLER,
     NAMESPACE,
     check_backend,
@@ -43,13 +44,10 @@ from rollout_reassembler.data_plane.transfer_queue.connection import (
     start_ray,
 )
 
-BACKEND = "RolloutReassemblerMooncake"
+_BACKEND = BACKENDS["mooncake_cpu"]
 
 _SHARED = ("master_server_address", "metadata_server", "protocol")
 """What every process must have alike: it comes from the controller, not from the process's own config."""
-
-_ray: Any = ray
-"""Ray, where it has no types of its own."""
 
 _START = CallSite("bootstrap")
 _ATTACH = CallSite("connect")
@@ -96,8 +94,8 @@ def start(cfg: DataPlaneConfig) -> ExitStack | None:
         running = {
             "controller": {"polling_mode": True, "zmq_info": info},
             "backend": {
-                "storage_backend": BACKEND,
-                BACKEND: {**{name: getattr(store, name) for name in _SHARED}, "hosts": [name for name, _ in hosts]},
+                "storage_backend": _BACKEND,
+                _BACKEND: {**{name: getattr(store, name) for name in _SHARED}, "hosts": [name for name, _ in hosts]},
             },
         }
         _answer(controller.store_config.remote(OmegaConf.create(running, flags={"allow_objects": True})), cfg)
@@ -109,12 +107,10 @@ def attach(cfg: DataPlaneConfig) -> Connection:
     if not ray.is_initialized():
         raise _ATTACH.unavailable("Ray is not initialised here; call ray.init(address='auto') first")
     config = running_config(cfg.deadlines.connect)
-    check_backend(config, BACKEND)
-    shared = config.backend[BACKEND]
+    check_backend(config, _BACKEND)
+    shared = config.backend[_BACKEND]
     store = cfg.mooncake_cpu.model_copy(update={name: shared[name] for name in _SHARED})
-    if not store.local_hostname:
-        store = store.model_copy(update={"local_hostname": _ray.util.get_node_ip_address()})
-    connected = connect(cfg, store, config.controller.zmq_info)
+    connected = connect(cfg, on_this_node(store), config.controller.zmq_info)
     hosts = tuple(ray.get_actor(name, namespace=NAMESPACE) for name in shared.hosts)
     return Connection(connected.rows, connected.store, hosts)
 

@@ -44,6 +44,14 @@ def import_store() -> Any:
         raise DataPlaneUnavailable(f"{what}pip install 'rollout-reassembler[mooncake]'", call=_CALL) from error
 
 
+def on_this_node(cfg: MooncakeCpuBackendConfig) -> MooncakeCpuBackendConfig:
+    """The config with this node's address in it, where it leaves that to Ray."""
+    if cfg.local_hostname:
+        return cfg
+    ray: Any = importlib.import_module("ray")
+    return cfg.model_copy(update={"local_hostname": ray.util.get_node_ip_address()})
+
+
 def require_protocol(cfg: MooncakeCpuBackendConfig) -> None:
     """Raise `DataPlaneUnavailable` unless the protocol of the config is the one that will be used.
 

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from rollout_reassembler.contract.errors import DataPlaneError, ReassemblerError
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only
 from rollout_reassembler.data_plane.config import Deadlines, MooncakeCpuBackendConfig
-from rollout_reassembler.data_plane.mooncake.environment import prepare_environment
+from rollout_reassembler.data_plane.mooncake.environment import on_this_node, prepare_environment
 from rollout_reassembler.data_plane.mooncake.participant import Participant
 from rollout_reassembler.data_plane.mooncake.store import MooncakeStore
 
@@ -37,7 +37,7 @@ class MemoryHost:
     ) -> None:
         config = MooncakeCpuBackendConfig.model_validate(cfg)
         prepare_environment(Deadlines.model_validate(deadlines or {}))
-        self._store = MooncakeStore(config, session=session, segment_size=config.global_segment_size)
+        self._store = MooncakeStore(on_this_node(config), session=session, segment_size=config.global_segment_size)
         self._participant = Participant(self._store)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ class MooncakeValues:
         self._names = Names()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooncake")
         self._running = 0
+        self._counting = threading.Lock()
 
     async def put(self, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
         """Write new objects beside those that the rows have; leaves none behind when it fails."""
@@ -88,8 +90,9 @@ class MooncakeValues:
     def close(self) -> None:
         """Disconnect, unless a call is still under way: then the end of the process does it."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._running == 0:
-            self.store.close()
+        with self._counting:
+            if self._running == 0:
+                self.store.close()
 
     async def _remove_unused(self, names: Sequence[str]) -> None:
         """Remove objects that nobody refers to. Where that fails they stay until the session ends."""
@@ -102,10 +105,12 @@ class MooncakeValues:
 
     async def _run(self, work: Callable[[], T]) -> T:
         def counted() -> T:
-            self._running += 1
+            with self._counting:
+                self._running += 1
             try:
                 return work()
             finally:
-                self._running -= 1
+                with self._counting:
+                    self._running -= 1
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, counted)

@@ -28,7 +28,10 @@ from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore
 
 CONTROLLER = "TransferQueueController"
 NAMESPACE = "transfer_queue"
-_BACKEND = "SimpleStorage"
+BACKENDS = {"simple": "SimpleStorage", "mooncake_cpu": "RolloutReassemblerMooncake"}
+"""What the running queue's config calls each of our backends."""
+
+_BACKEND = BACKENDS["simple"]
 _LOCAL_SPARE_CPUS = 4
 
 _ray: Any = ray
@@ -72,6 +75,15 @@ def attach(cfg: DataPlaneConfig) -> QueueRows:
     config = running_config(cfg.deadlines.connect)
     check_backend(config, _BACKEND)
     return connect_sockets(config.controller.zmq_info, _BACKEND, config.backend[_BACKEND], cfg.deadlines.connect)
+
+
+def running_backend(seconds: float) -> str:
+    """The backend of the queue of this Ray cluster, as a `DataPlaneConfig` calls it. Raises `DataPlaneUnavailable`."""
+    found = running_config(seconds).backend.storage_backend
+    for name, called in BACKENDS.items():
+        if called == found:
+            return name
+    raise _ATTACH.unavailable(f"the queue runs on {found}, which this adapter does not know")
 
 
 def check_backend(config: Any, wanted: str) -> None:
