@@ -193,6 +193,9 @@ class InterruptedStore:
         values: dict[str, list[Any]] = await self._store.get(meta, names)
         return values
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
 
 @pytest.mark.parametrize(
     ("then_put", "expected"),

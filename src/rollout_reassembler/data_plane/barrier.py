@@ -175,12 +175,15 @@ class SharedGate:
                 if self._has_left():
                     break
                 self._rest()
-            self._rows.clear([key])
         except Exception as error:  # not swallowed: raised by the writes that wait
             with self._changed:
                 self._fault = error
                 self._watcher = None
                 self._changed.notify_all()
+            return
+        # A row that stays is nobody's; it delays the next barrier by `SILENT` seconds.
+        with contextlib.suppress(DataPlaneError):
+            self._rows.clear([key])
 
     def _read_gate(self) -> None:
         began = time.monotonic()

@@ -24,10 +24,10 @@ from rollout_reassembler import (
 )
 from tests.actors.groups import assert_rows_proven, request_of, stage_group
 
-QUICK_HEALTH_CHECKS = {
+HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
+    "health_check_timeout_ms": 3000,
     "health_check_failure_threshold": 3,
 }
 GROUPS = range(24)
@@ -38,7 +38,7 @@ def node_of(actor) -> str:
 
 
 def main() -> None:
-    head = {"num_cpus": 4, "include_dashboard": False, "_system_config": QUICK_HEALTH_CHECKS}
+    head = {"num_cpus": 4, "include_dashboard": False, "_system_config": HEALTH_CHECKS}
     cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     dp_config = DataPlaneConfig(impl="transfer_queue")

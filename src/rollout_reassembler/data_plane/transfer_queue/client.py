@@ -92,7 +92,9 @@ class TransferQueueDataPlane:
         self._cells = cfg.cells
         self._deadlines = cfg.deadlines
         self._calls = BoundedCalls(rows.peers)
-        self._gate = SharedGate(_GateRows(self))
+        # With slots of its own: writes that hang must not keep this process from saying that it is alive.
+        self._gate_calls = BoundedCalls(rows.peers)
+        self._gate = SharedGate(_GateRows(rows, self._gate_calls, cfg.deadlines.metadata))
         self._schemas: dict[str, dict[str, FieldSpec]] = {}
 
     def register_partition(
@@ -257,6 +259,7 @@ class TransferQueueDataPlane:
     def close(self) -> None:
         """Drop this process's sockets; the client that started the queue also ends it, with all rows."""
         self._gate.close()
+        self._gate_calls.close(lambda: None, _CLOSE_SECONDS)
         self._calls.close(self._rows.close, _CLOSE_SECONDS)
         if self._end_queue is not None:
             self._end_queue(_CLOSE_SECONDS)
@@ -290,26 +293,28 @@ class TransferQueueDataPlane:
 
 
 class _GateRows:
-    """The rows behind the gate, by the plane's own calls below it."""
+    """The rows behind the gate, by calls that do not pass it."""
 
-    def __init__(self, plane: TransferQueueDataPlane) -> None:
-        self._plane = plane
+    def __init__(self, rows: QueueRows, calls: BoundedCalls, seconds: float) -> None:
+        self._rows = rows
+        self._calls = calls
+        self._seconds = seconds
         self._site = CallSite("quiesce", GATE_PARTITION)
 
     def put(self, key: str, tags: Tags) -> None:
-        self._run(lambda: self._plane._rows.put(self._site, GATE_PARTITION, [key], {}, [tags]))
+        self._run(lambda: self._rows.put(self._site, GATE_PARTITION, [key], {}, [tags]))
 
     def get(self, key: str) -> Tags | None:
-        return self._run(lambda: self._plane._rows.tags(self._site, GATE_PARTITION, [key])).get(key)
+        return self._run(lambda: self._rows.tags(self._site, GATE_PARTITION, [key])).get(key)
 
     def list(self) -> dict[str, Tags]:
-        return self._run(lambda: self._plane._rows.list_all(self._site, GATE_PARTITION))
+        return self._run(lambda: self._rows.list_all(self._site, GATE_PARTITION))
 
     def clear(self, keys: Sequence[str]) -> None:
-        self._run(lambda: self._plane._rows.clear(self._site, GATE_PARTITION, list(keys)))
+        self._run(lambda: self._rows.clear(self._site, GATE_PARTITION, list(keys)))
 
     def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return self._plane._run(self._site, self._plane._deadlines.metadata, make)
+        return self._calls.run(self._site, make, self._seconds)
 
 
 def _schema_to_json(schema: Schema) -> str:
