@@ -12,9 +12,10 @@ request that it worked on and no other); the rest waits here, at most `max_pendi
 `submit` blocks beyond that. Receipts are what a waiting request costs in memory.
 
 Restarts and retries are Ray's. A request whose actor died each time it was tried fails with
-`RequestCrashedActor`, naming the group; the others go on. After `deadline_s` seconds with an actor
-a request fails with `RequestDeadlineExceeded`; its slot is free again when the actor has answered,
-which the data plane's own deadlines bound.
+`RequestCrashedActor`, naming the group; the others go on. An actor that is dead for good (killed, or
+out of restarts) gets no further request. After `deadline_s` seconds with an actor a request fails
+with `RequestDeadlineExceeded`; its slot is free again when the actor has answered, which the data
+plane's own deadlines bound. Where no actor answers anything for that long, those that wait fail too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from rollout_reassembler.contract.errors import ReassemblerError
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest
@@ -37,11 +45,11 @@ from rollout_reassembler.contract.rpc_guard import assert_metadata_only
 
 
 class RequestCrashedActor(ReassemblerError, RuntimeError):
-    """Every actor that worked on this request died. Nothing of the group is lost; its rows are staged."""
+    """The actor died each time it tried this request. Nothing of the group is lost; asking again is safe."""
 
 
 class RequestDeadlineExceeded(ReassemblerError, TimeoutError):
-    """The pool's deadline for one request passed. The actor may still finish it; asking again is safe."""
+    """The pool's deadline passed. An actor may still finish the request; asking again is safe."""
 
 
 class PoolClosed(ReassemblerError, RuntimeError):
@@ -67,6 +75,7 @@ class _Seat:
     actor: ray.actor.ActorHandle[Any]
     requests: int = 0
     calls: int = 0
+    is_dead: bool = False
 
 
 class ReassemblerPool:
@@ -91,6 +100,8 @@ class ReassemblerPool:
         self._counters = PoolCounters()
         self._open: set[Future[FinalizedGroup]] = set()
         self._closing = False
+        self._entry = threading.Lock()
+        self._answers = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="reassembler-pool", daemon=True)
         self._thread.start()
@@ -108,11 +119,12 @@ class ReassemblerPool:
         """
         assert_metadata_only(request)
         self._capacity.acquire()
-        if self._closing:
-            self._capacity.release()
-            raise PoolClosed(f"group {request.group_id!r}: the pool is closed")
-        future = asyncio.run_coroutine_threadsafe(self._run(request), self._loop)
-        self._open.add(future)
+        with self._entry:
+            if self._closing:
+                self._capacity.release()
+                raise PoolClosed(f"group {request.group_id!r}: the pool is closed")
+            future = asyncio.run_coroutine_threadsafe(self._run(request), self._loop)
+            self._open.add(future)
         future.add_done_callback(self._forget)
         return future
 
@@ -164,9 +176,10 @@ class ReassemblerPool:
 
     def close(self) -> None:
         """Wait for what is in flight, refuse the rest, then end the actors that the pool owns. Safe to call twice."""
-        if self._closing:
-            return
-        self._closing = True
+        with self._entry:
+            if self._closing:
+                return
+            self._closing = True
         asyncio.run_coroutine_threadsafe(self._wake_waiting(), self._loop).result()
         wait(list(self._open), self._deadline_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -186,19 +199,8 @@ class ReassemblerPool:
 
     async def _run(self, request: ReassemblyRequest) -> FinalizedGroup:
         self._counters.submitted += 1
-        calls = _manifest_size(request)
-        seat = await self._take_seat(calls, request.group_id)
-        answer = asyncio.ensure_future(_answer(seat.actor, request))
-        answer.add_done_callback(lambda _: asyncio.ensure_future(self._leave_seat(seat, calls)))
         try:
-            group = await asyncio.wait_for(asyncio.shield(answer), self._deadline_s)
-        except TimeoutError as error:
-            self._counters.failed += 1
-            if answer.done():
-                raise
-            raise RequestDeadlineExceeded(
-                f"group {request.group_id!r} was not finalized within {self._deadline_s:g} s of reaching an actor"
-            ) from error
+            group = await self._dispatch(request)
         except BaseException:
             self._counters.failed += 1
             raise
@@ -207,25 +209,55 @@ class ReassemblerPool:
         self._counters.valid_rows += group.valid_row_count
         return group
 
+    async def _dispatch(self, request: ReassemblyRequest) -> FinalizedGroup:
+        calls = _manifest_size(request)
+        seat = await self._take_seat(calls, request.group_id)
+        answer = asyncio.ensure_future(_answer(seat.actor, request))
+        answer.add_done_callback(lambda done: asyncio.ensure_future(self._leave_seat(seat, calls, done)))
+        try:
+            return await asyncio.wait_for(asyncio.shield(answer), self._deadline_s)
+        except TimeoutError as error:
+            if answer.done():
+                raise
+            raise RequestDeadlineExceeded(
+                f"group {request.group_id!r} was not finalized within {self._deadline_s:g} s of reaching an actor"
+            ) from error
+
     async def _take_seat(self, calls: int, group_id: str) -> _Seat:
         async with self._seat_free:
-            await self._seat_free.wait_for(lambda: self._closing or self._free_seat() is not None)
+            while not self._is_decided():
+                answers = self._answers
+                try:
+                    await asyncio.wait_for(self._seat_free.wait_for(self._is_decided), self._deadline_s)
+                except TimeoutError as error:
+                    if self._answers == answers:
+                        what = f"waited for an actor, and none answered anything for {self._deadline_s:g} s"
+                        raise RequestDeadlineExceeded(f"group {group_id!r} {what}") from error
             seat = self._free_seat()
-            if self._closing or seat is None:
+            if self._closing:
                 raise PoolClosed(f"group {group_id!r}: the pool was closed while it waited for an actor")
+            if seat is None:
+                raise RequestCrashedActor(f"group {group_id!r}: all actors of the pool are dead; start others")
             seat.requests += 1
             seat.calls += calls
             self._counters.in_flight += 1
             return seat
 
+    def _is_decided(self) -> bool:
+        """Whether one that waits has a seat, or will never have one."""
+        return self._closing or self._free_seat() is not None or all(seat.is_dead for seat in self._seats)
+
     def _free_seat(self) -> _Seat | None:
-        free = [seat for seat in self._seats if seat.requests < self._in_flight_per_actor]
+        free = [seat for seat in self._seats if seat.requests < self._in_flight_per_actor and not seat.is_dead]
         return min(free, key=lambda seat: seat.calls, default=None)
 
-    async def _leave_seat(self, seat: _Seat, calls: int) -> None:
+    async def _leave_seat(self, seat: _Seat, calls: int, answer: asyncio.Future[FinalizedGroup]) -> None:
+        error = None if answer.cancelled() else answer.exception()
         async with self._seat_free:
             seat.requests -= 1
             seat.calls -= calls
+            seat.is_dead |= error is not None and isinstance(error.__cause__, ActorDiedError)
+            self._answers += 1
             self._counters.in_flight -= 1
             self._seat_free.notify_all()
 
@@ -240,7 +272,7 @@ async def _answer(actor: ray.actor.ActorHandle[Any], request: ReassemblyRequest)
         group: FinalizedGroup = await actor.finalize.remote(request)
     except RayTaskError as error:
         raise error.cause from error
-    except (ActorDiedError, ActorUnavailableError) as error:
+    except (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError) as error:
         raise RequestCrashedActor(f"group {request.group_id!r}: its actor died on every try: {error}") from error
     assert_metadata_only(group)
     return group

@@ -26,7 +26,13 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout_reassembler.actors.metrics import GroupMetrics
-from rollout_reassembler.contract.errors import DataPlaneUnavailable, PartitionNotRegistered, RequestError
+from rollout_reassembler.contract.errors import (
+    DataPlaneError,
+    DataPlaneTimeout,
+    DataPlaneUnavailable,
+    PartitionNotRegistered,
+    RequestError,
+)
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
 from rollout_reassembler.contract.rpc_guard import _FORBIDDEN_RPC_KEYS, assert_metadata_only
 from rollout_reassembler.data_plane.base import DataPlaneClient
@@ -53,7 +59,8 @@ class _ReassemblerProcess:
     """What runs in an actor: one data-plane connection and one reassembler.
 
     It connects when it is first used, so that a data plane that can't be reached is the typed error
-    of a call rather than the death of an actor.
+    of a call rather than the death of an actor; and anew after a plane was lost, since one that comes
+    back listens elsewhere.
     """
 
     def __init__(self, dp_config: DataPlaneConfig | Mapping[str, Any], config: RolloutReassemblerActorConfig) -> None:
@@ -61,9 +68,18 @@ class _ReassemblerProcess:
         self._config = config
 
     def finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
-        """Publish the request's group. See `RolloutReassembler.finalize_group` for what it raises."""
+        """Publish the request's group. See `RolloutReassembler.finalize_group` for what it raises.
+
+        A connection from before may be one to a plane that is gone; then it is tried once more with a new one.
+        """
         assert_metadata_only(request)
-        group = self._reassembler.finalize(request)
+        was_connected = "_client" in vars(self)
+        try:
+            group = self._finalize(request)
+        except DataPlaneUnavailable:
+            if not was_connected:
+                raise
+            group = self._finalize(request)
         assert_metadata_only(group)
         self._metrics.observe(group)
         return group
@@ -100,6 +116,25 @@ class _ReassemblerProcess:
             f"this actor owns no part of a Mooncake store (backend {self._dp_config.backend!r}), so it has nothing to "
             "checkpoint; save the plane with its client's save_checkpoint(directory)"
         )
+
+    def _finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
+        try:
+            reassembler = self._reassembler
+        except DataPlaneError as error:
+            self._disconnect()
+            raise error.for_group(request.group_id) from error
+        try:
+            return reassembler.finalize(request)
+        except (DataPlaneTimeout, DataPlaneUnavailable):
+            self._disconnect()
+            raise
+
+    def _disconnect(self) -> None:
+        """Forget the connection; the next call makes another one."""
+        client = vars(self).pop("_client", None)
+        vars(self).pop("_reassembler", None)
+        if client is not None:
+            client.close()
 
     @cached_property
     def _client(self) -> DataPlaneClient:

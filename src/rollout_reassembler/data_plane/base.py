@@ -5,8 +5,8 @@ A *partition* holds rows. A *row* has a key, a few named *columns* (an array or 
 adapter promises, and what the conformance suite holds it to:
 
 - `put_samples` returns when the rows are durable. It overwrites just the columns it is given; tags
-  merge into those that are there. Tags become visible after the columns: a tag that is there means
-  that the row was written. A put that raises may have written any part; the same put again mends it.
+  merge into those that are there. A new row can be read and claimed only when its tags are there. A
+  put that raises may have written any part; the same put again mends it.
 - `get_samples` returns rows in the order asked. A key that is not there, or lacks a selected
   column, raises `RowsMissing` with exactly those keys; with `partial=True` it is listed in
   `SampleBatch.missing` instead. A get never silently returns fewer rows.

@@ -17,6 +17,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta
 from rollout_reassembler.data_plane.base import DataPlaneClient
 
@@ -41,11 +42,21 @@ class GroupRecords:
         dp_client.register_partition(self._partition, {})
 
     def lookup(self, group_id: str) -> GroupRecord | None:
-        """The group's record, `None` before it was published. One round trip."""
+        """The group's record, `None` before it was published. One round trip.
+
+        Raises `DataPlaneError` for a record that this version cannot read: whether the group was
+        published is then unknown, and publishing it again might double its rows.
+        """
         (tags,) = self._client.get_tags([group_id], self._partition)
         if not tags or _ANSWER_TAG not in tags:
             return None
-        return GroupRecord(tags[_FINGERPRINT_TAG], _decode_answer(tags[_ANSWER_TAG]))
+        try:
+            return GroupRecord(tags[_FINGERPRINT_TAG], _decode_answer(tags[_ANSWER_TAG]))
+        except (KeyError, TypeError, ValueError) as error:
+            what = (
+                f"the record of this group is not readable ({error!r:.200}); clear it to have the group published again"
+            )
+            raise DataPlaneError(what, call="get_tags", partition=self._partition, keys=[group_id]) from error
 
     def write(self, group_id: str, fingerprint: str, answer: FinalizedGroup) -> None:
         """Make the answer durable; from here on the group is finalized."""
@@ -57,8 +68,10 @@ class GroupRecords:
         self._client.clear_samples(list(group_ids), self._partition)
 
     def group_ids(self) -> list[str]:
-        """All groups on record."""
-        return list(self._client.list_samples(self._partition))
+        """All groups on record; a key without an answer is that of a write that failed."""
+        return [
+            group_id for group_id, tags in self._client.list_samples(self._partition).items() if _ANSWER_TAG in tags
+        ]
 
 
 def _encode_answer(answer: FinalizedGroup) -> str:

@@ -9,9 +9,10 @@ recording it. They are found by what they were staged under:
     sweep_staging(..., dry_run=False)                                             and clear them
 
 *Live* is every rollout that may still be finalized: running ones, finished ones whose group was not
-answered, and in deferred mode those whose rows the trainer has not worked through. Rows without tags
-are puts that failed or are going on; they are cleared only if they are still without tags
-`untagged_after_s` seconds later.
+answered, and in deferred mode those whose rows the trainer has not worked through. Rows whose tags
+name no rollout are puts that failed or are going on; they are cleared only if it is still so
+`untagged_after_s` seconds later. Let that be longer than the plane's write deadline: a put that takes
+longer has failed, so no worker counts on it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 
 from rollout_reassembler.contract.errors import RequestError
 from rollout_reassembler.data_plane.base import DataPlaneClient, Tags
-from rollout_reassembler.staging.schema import ROLLOUT_TAG, STAGED_AT_TAG
+from rollout_reassembler.staging.schema import rollout_of, staged_at_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def sweep_staging(
     found: dict[str, list[str]] = {}
     spared = 0
     for key, tags in listing.items():
-        rollout_id = tags.get(ROLLOUT_TAG)
+        rollout_id = rollout_of(tags)
         if rollout_id is None:
             continue
         if rollout_id in live:
@@ -82,7 +83,7 @@ def sweep_staging(
 
 
 def _is_old(tags: Tags, older_than_s: float | None) -> bool:
-    staged_at = tags.get(STAGED_AT_TAG)
+    staged_at = staged_at_of(tags)
     return older_than_s is not None and staged_at is not None and time.time() - staged_at >= older_than_s
 
 
@@ -90,9 +91,9 @@ def _still_untagged(
     dp_client: DataPlaneClient, staging_partition: str, listing: dict[str, Tags], after_s: float | None
 ) -> list[str]:
     """Keys without tags now and `after_s` seconds later: nobody is writing them any more."""
-    suspects = [key for key, tags in listing.items() if ROLLOUT_TAG not in tags]
+    suspects = [key for key, tags in listing.items() if rollout_of(tags) is None]
     if after_s is None or not suspects:
         return []
     time.sleep(after_s)
     later = dp_client.list_samples(staging_partition)
-    return [key for key in suspects if key in later and ROLLOUT_TAG not in later[key]]
+    return [key for key in suspects if key in later and rollout_of(later[key]) is None]

@@ -7,7 +7,7 @@ rows are found when the receipt that named them is lost, and `staged_at`, unix s
 
 from __future__ import annotations
 
-from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec, Schema
+from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec, Schema, Tags
 
 CALL_FIELD = "call"
 EXTRAS_FIELD = "extras"
@@ -20,3 +20,15 @@ STAGING_SCHEMA: Schema = {CALL_FIELD: FieldSpec("bytes"), EXTRAS_FIELD: FieldSpe
 def register_staging_partition(dp_client: DataPlaneClient, staging_partition: str) -> None:
     """Create the staging partition; doing it again changes nothing."""
     dp_client.register_partition(staging_partition, STAGING_SCHEMA)
+
+
+def rollout_of(tags: Tags) -> str | None:
+    """Whose row these tags say it is, `None` where they do not say. Any client may have written them."""
+    rollout_id = tags.get(ROLLOUT_TAG)
+    return rollout_id if isinstance(rollout_id, str) else None
+
+
+def staged_at_of(tags: Tags) -> float | None:
+    """When these tags say that their row was staged, in unix seconds."""
+    staged_at = tags.get(STAGED_AT_TAG)
+    return staged_at if isinstance(staged_at, int | float) else None

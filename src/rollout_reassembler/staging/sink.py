@@ -136,26 +136,32 @@ class StagingSink:
         return batch
 
     def _write(self, batch: list[_Pending]) -> None:
-        """Write a batch; every call in it is done afterwards, durable or with its error.
-
-        A plane that is gone or silent is gone for each call alone too; any other refusal is some
-        record's fault, so the records are tried one by one.
-        """
+        """Write a batch; every call in it is done afterwards, durable or with its error."""
         try:
-            self._put(batch)
-        except DataPlaneError as error:
-            if len(batch) == 1 or isinstance(error, DataPlaneTimeout | DataPlaneUnavailable):
-                for pending in batch:
-                    pending.error = str(error)
+            error = self._tried(batch)
+            if error is not None and len(batch) > 1 and not _is_lost(error):
+                self._write_one_by_one(batch)
             else:
-                for pending in batch:
-                    self._write([pending])
-        else:
-            for pending in batch:
-                pending.error = ""
+                _settle(batch, error)
         finally:
             for pending in batch:
                 pending.done = True
+
+    def _write_one_by_one(self, batch: list[_Pending]) -> None:
+        """Find the record whose fault a refusal was. A plane that is gone by now is gone for the rest as well."""
+        for index, pending in enumerate(batch):
+            error = self._tried([pending])
+            _settle([pending], error)
+            if error is not None and _is_lost(error):
+                _settle(batch[index + 1 :], error)
+                return
+
+    def _tried(self, batch: list[_Pending]) -> DataPlaneError | None:
+        try:
+            self._put(batch)
+        except DataPlaneError as error:
+            return error
+        return None
 
     def _put(self, batch: list[_Pending]) -> None:
         staged_at = time.time()
@@ -165,3 +171,13 @@ class StagingSink:
             {CALL_FIELD: [p.value for p in batch], EXTRAS_FIELD: [p.extras for p in batch]},
             [{ROLLOUT_TAG: p.rollout_id, STAGED_AT_TAG: staged_at} for p in batch],
         )
+
+
+def _is_lost(error: DataPlaneError) -> bool:
+    """Whether the plane is silent or gone: so it is for each call alone, after a deadline each."""
+    return isinstance(error, DataPlaneTimeout | DataPlaneUnavailable)
+
+
+def _settle(batch: list[_Pending], error: DataPlaneError | None) -> None:
+    for pending in batch:
+        pending.error = "" if error is None else str(error)

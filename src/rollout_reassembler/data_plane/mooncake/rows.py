@@ -1,7 +1,7 @@
 """What one call does on the wire where values are objects of a Mooncake store.
 
-    put    1 what do these rows hold?   2 number the keys   3 write objects   4 tell the controller where
-           5 remove the objects that were replaced   6 tags
+    put    1 what do these rows hold?   2 number the keys   3 write objects   4 tags
+           5 tell the controller where   6 remove the objects that were replaced
     get    1 number the keys (their cells come along)   2 read objects
     clear  1 number the keys   2 hide them from readers   3 remove objects   4 drop the numbers
 

@@ -4,6 +4,7 @@ What is odd about the store ends here:
 
 - It answers a read with no bytes at all, for an object that is not there as for one whose host is
   dead; so each read is checked against the size and CRC that it must have, and asked about if it fails.
+- Bytes are copied through the client's own buffer. Registering others may fail half way, and then stays.
 - Objects are pinned: without that it drops the oldest ones when it fills up.
 - A removal is forced: without that it is refused for ten seconds after a read.
 - What one client moves at a time must fit its buffer, or is refused like a value that cannot be read;

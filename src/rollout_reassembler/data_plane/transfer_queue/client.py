@@ -9,9 +9,10 @@ What to know beyond `base.py`:
 
 - Partitions are registered in the queue itself, in a partition of its own: its keys are partition
   ids, its tags their columns. So any client finds what another one registered.
-- Keys have one owner each. The queue hands a cleared row's number to the next new row, so a reader
-  and a clear of the same key at the same time may meet another row's value, and two clients that
-  tag one row at the same time may lose a tag.
+- The queue gives the number of a cleared row to a later one, and a call acts on the numbers that it was
+  told first. So whoever starts a queue has it set many numbers aside: two clients may then write or clear
+  one key at the same time, and no other row suffers, unless one of them is held up for as long as it
+  takes to write that many rows. Two clients that tag one row at the same time may lose a tag.
 - Checks and encoding run in the caller's thread, the wire on the loop thread (`calls.py`).
 """
 
@@ -55,6 +56,9 @@ _REGISTRY = "rollout_reassembler.partitions"
 _SCHEMA_TAG = "schema"
 _CLOSE_SECONDS = 20.0
 
+NUMBERS_SET_ASIDE = 1 << 16
+"""So many rows are written, less those that live, before a new row gets the number of one that was cleared."""
+
 
 class TransferQueueDataPlane:
     """A connection to the TransferQueue of this Ray cluster. Safe to share between threads.
@@ -96,6 +100,9 @@ class TransferQueueDataPlane:
         self._gate_calls = BoundedCalls(rows.peers)
         self._gate = SharedGate(_GateRows(rows, self._gate_calls, cfg.deadlines.metadata))
         self._schemas: dict[str, dict[str, FieldSpec]] = {}
+        if self._end_queue is not None:
+            site = CallSite("bootstrap")
+            self._run(site, self._deadlines.bootstrap, lambda: rows.set_numbers_aside(site, NUMBERS_SET_ASIDE))
 
     def register_partition(
         self,

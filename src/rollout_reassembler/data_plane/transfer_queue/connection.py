@@ -33,6 +33,7 @@ BACKENDS = {"simple": "SimpleStorage", "mooncake_cpu": "RolloutReassemblerMoonca
 
 _BACKEND = BACKENDS["simple"]
 _LOCAL_SPARE_CPUS = 4
+_RELEASE_SECONDS = 5.0
 
 _ray: Any = ray
 """Ray, where it has no types of its own."""
@@ -167,10 +168,16 @@ def _cpus_needed(cfg: DataPlaneConfig) -> int:
 
 
 def check_cpus(cfg: DataPlaneConfig) -> None:
-    """Raise unless Ray has a free CPU for the controller and for each storage unit on the node it goes to."""
+    """Raise unless Ray has a free CPU for the controller and for each storage unit on the node it goes to.
+
+    Waits a moment for CPUs that there are and that somebody has: those of a queue that was just ended.
+    """
     needed = _cpus_needed(cfg)
-    free = int(_ray.available_resources().get("CPU", 0))
-    if free < needed:
+    until = time.monotonic() + _RELEASE_SECONDS
+    while (free := _cpus(_ray.available_resources())) < needed:
+        if _cpus(_ray.cluster_resources()) >= needed and time.monotonic() < until:
+            time.sleep(0.2)
+            continue
         what = (
             f"the queue needs {needed} free CPUs in Ray (a controller and {needed - 1} storage units), {free} are free"
         )
@@ -179,6 +186,10 @@ def check_cpus(cfg: DataPlaneConfig) -> None:
     if bare and cfg.backend == "simple":
         what = f"storage units are dealt out to all nodes, and {', '.join(bare)} has no CPU for one"
         raise _START.unavailable(f"{what}; start that node with num_cpus of at least 1")
+
+
+def _cpus(resources: dict[str, float]) -> int:
+    return int(resources.get("CPU", 0))
 
 
 def _queue_config(cfg: DataPlaneConfig) -> Any:

@@ -1,6 +1,6 @@
 """What one call does on the wire. Each step is a round trip, so each step is here for a reason.
 
-    put    1 number the keys (creates them)   2 values to the store   3 tell the controller   4 tags
+    put    1 number the keys (creates them)   2 values to the store   3 tags   4 tell the controller
     get    1 number the keys                  2 values from the store
     clear  1 number the keys   2 hide them from readers   3 drop the values   4 drop the numbers
     tags   1 number the keys (their tags come along)
@@ -38,6 +38,9 @@ from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, fiel
 OWNER = "__owner__"
 """The column that says whose row it is: partition and key."""
 
+_SET_ASIDE = "rollout_reassembler.set_aside"
+_SET_ASIDE_AT_ONCE = 8192
+
 _READ_ATTEMPTS = 5
 """How often a read starts over because rows were written or cleared while it ran."""
 
@@ -70,18 +73,18 @@ class QueueRows:
         columns: Mapping[str, QueueValues],
         tags: Sequence[Tags] | None,
     ) -> None:
-        """Write columns, then make them readable, then set tags: a tag that is there means written."""
+        """Write columns, set tags, then make the columns readable: who can read or claim a row has its tags."""
         async with translated(site):
             meta = await self._numbered(partition, keys, with_values=bool(columns))
             if len(meta) != len(keys):
                 raise site.failed(f"the controller numbered {len(meta)} of {len(keys)} rows")
-            if columns:
-                owned = {**columns, OWNER: _owners(partition, keys)}
-                backend_meta = await self._store.put(meta, owned)
-                await self._announce(site, partition, meta.global_indexes, owned, backend_meta)
-                await self._store.forget(meta, backend_meta)
+            owned = {**columns, OWNER: _owners(partition, keys)} if columns else {}
+            backend_meta = await self._store.put(meta, owned) if owned else {}
             if tags is not None:
                 await self._set_tags(partition, meta, tags)
+            if owned:
+                await self._announce(site, partition, meta.global_indexes, owned, backend_meta)
+                await self._store.forget(meta, backend_meta)
 
     async def read(
         self, site: CallSite, partition: str, keys: list[str], names: list[str], *, partial: bool
@@ -177,6 +180,18 @@ class QueueRows:
         """Replace the whole queue with a checkpoint; its metadata."""
         async with translated(site):
             return await load_queue(site, self._queue, directory)
+
+    async def set_numbers_aside(self, site: CallSite, count: int) -> None:
+        """Have the controller hand out this many other numbers before one that is freed comes back.
+
+        It gives freed numbers to new rows, the longest free ones first; of a new queue none is free. A call
+        that numbered its rows and is then held up would meet other rows under them soon.
+        """
+        async with translated(site):
+            for start in range(0, count, _SET_ASIDE_AT_ONCE):
+                keys = [str(number) for number in range(start, min(start + _SET_ASIDE_AT_ONCE, count))]
+                await self._queue.async_kv_retrieve_meta(keys, _SET_ASIDE, create=True)
+            await self._queue._clear_partition_in_controller(_SET_ASIDE)
 
     def close(self) -> None:
         """Close this process's sockets. On the loop thread, which they belong to, once no call is under way."""

@@ -9,7 +9,7 @@ container (half of the time of a call), and swallow the error of a clear.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ class SimpleStore:
                 self._manager._put_to_single_storage_unit, group.global_indexes, part, target_storage_unit=unit
             )
             requests.append(self._manager._request_with_retry("put", unit, f"{len(meta)} rows", send))
-        await asyncio.gather(*requests)
+        await _all_of(requests)
         return {}
 
     async def forget(self, meta: Any, written: BackendMeta) -> None:
@@ -72,7 +72,7 @@ class SimpleStore:
             )
             requests.append(self._manager._request_with_retry("get", unit, f"{len(meta)} rows", ask))
         try:
-            answers = await asyncio.gather(*requests)
+            answers = await _all_of(requests)
         except RuntimeError as error:
             if _NO_SUCH_FIELD in str(error):
                 raise KeyError(str(error)) from error
@@ -87,11 +87,20 @@ class SimpleStore:
     async def clear(self, meta: Any) -> None:
         groups = self._manager._group_by_hash(meta.global_indexes)
         clear = self._manager._clear_single_storage_unit
-        await asyncio.gather(*(clear(group.global_indexes, target_storage_unit=unit) for unit, group in groups.items()))
+        await _all_of([clear(group.global_indexes, target_storage_unit=unit) for unit, group in groups.items()])
 
     def peers(self) -> list[Peer]:
         units = self._manager.storage_unit_infos.values()
         return [Peer("a storage unit", unit.ip, unit.ports["put_get_socket"]) for unit in units]
+
+
+async def _all_of(requests: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """All answers, or the first error once every request has ended: none may take effect behind the call's back."""
+    answers = await asyncio.gather(*requests, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
 
 
 def _picked(values: QueueValues, positions: Sequence[int]) -> QueueValues:
