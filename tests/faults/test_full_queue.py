@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 STAGED = 6
 """Calls of a healthy group."""
 
-AT_ONCE = 2.0
+AT_ONCE = 5.0
 
 
 @pytest.fixture

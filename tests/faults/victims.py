@@ -40,8 +40,8 @@ class Job(Protocol):
     """What a victim does. Crosses to the host as a pickle."""
 
     @property
-    def killed_after_s(self) -> float | None:
-        """When the host kills the victim, in seconds from its first word; `None` leaves it alone."""
+    def kill_at(self) -> tuple[int, float] | None:
+        """The host kills the victim so many seconds behind its so-many-eth word; `None` leaves it alone."""
 
     def work(self, say: Say) -> None: ...
 
@@ -65,7 +65,7 @@ class Finalize:
     queue: PlainQueue
     group: Group
     die_at: Death | None = None
-    killed_after_s: None = None
+    kill_at: None = None
 
     def work(self, say: Say) -> None:
         plane = self.queue.connect(DEADLINES)
@@ -80,7 +80,7 @@ class Stage:
 
     queue: PlainQueue
     rollout_ids: list[str]
-    killed_after_s: float | None = None
+    kill_at: tuple[int, float] | None = None
     threads: int = 16
 
     def work(self, say: Say) -> None:
@@ -157,29 +157,29 @@ def _end_of(job: Job) -> End:
             os._exit(1)
         os._exit(0)
     os.close(writer)
-    heard = b"".join(_heard(reader, pid, job.killed_after_s))
+    heard = b"".join(_heard(reader, pid, job.kill_at))
     os.close(reader)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     lines = heard.decode().split("\n")[:-1]
     return End(status, [_decoded(line) for line in lines])
 
 
-def _heard(reader: int, pid: int, killed_after_s: float | None) -> Iterator[bytes]:
-    """All that the victim says; kills it `killed_after_s` seconds behind its first word."""
-    due: float | None = None
+def _heard(reader: int, pid: int, kill_at: tuple[int, float] | None) -> Iterator[bytes]:
+    """All that the victim says, until it ends; kills it when it is due."""
+    words, due = 0, None
     while True:
         wait = None if due is None else max(0.0, due - time.monotonic())
         if not select.select([reader], [], [], wait)[0]:
             os.kill(pid, signal.SIGKILL)
-            due = None
-            killed_after_s = None
+            kill_at = due = None
             continue
         part = os.read(reader, 1 << 16)
         if not part:
             return
-        if due is None and killed_after_s is not None:
-            due = time.monotonic() + killed_after_s
         yield part
+        words += part.count(b"\n")
+        if due is None and kill_at is not None and words >= kill_at[0]:
+            due = time.monotonic() + kill_at[1]
 
 
 def _write(fd: int, text: str) -> None:

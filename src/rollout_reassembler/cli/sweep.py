@@ -30,7 +30,9 @@ def sweep_running_plane(
 
     _refuse_unreachable(address)
     live_rollouts = set(live.read_text(encoding="utf-8").split("\n")) - {""} if live is not None else set()
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    was_in_a_cluster = ray.is_initialized()
+    if not was_in_a_cluster:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         client = build_data_plane_client(_running_plane(), bootstrap=False)
         try:
@@ -46,7 +48,8 @@ def sweep_running_plane(
         finally:
             client.close()
     finally:
-        ray.shutdown()
+        if not was_in_a_cluster:
+            ray.shutdown()
 
 
 def _refuse_unreachable(address: str) -> None:

@@ -24,10 +24,7 @@ is raised with the group's name in it, and has cleared nothing: the caller may t
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 from typing import Any
 
 from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
@@ -56,10 +53,6 @@ from rollout_reassembler.reassembly.rows import (
 )
 from rollout_reassembler.reassembly.verify import LinearizedRow, verify_and_linearize
 from rollout_reassembler.staging.source import StagingSource, prove_call
-
-_THREADS = min(4, len(os.sched_getaffinity(0)))
-_THREADED_BYTES = 4 << 20
-"""Groups with fewer staged bytes are proven before a second thread would have started."""
 
 _UNREAD = frozenset({"missing_staging_row", "invalid_staging_row", "staging_key_mismatch"})
 
@@ -97,7 +90,6 @@ class RolloutReassembler:
         self._direct_routes = router_replay_enabled and not defer_routed_experts_to_policy
         self._deferred_routes = defer_routed_experts_to_policy
         self._bounds = bounds
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="verify")
         self._source = StagingSource(dp_client, staging_partition=staging_partition)
         self._records = GroupRecords(dp_client, partition_id=partition_id)
 
@@ -208,7 +200,7 @@ class RolloutReassembler:
         with phases("fetch"):
             values = self._read(admitted)
         with phases("verify"):
-            rollouts = self._prove_all(rollout_ids, admitted, rewards, values)
+            rollouts = [self._prove(*entry, values) for entry in zip(rollout_ids, admitted, rewards, strict=True)]
         unread = [index for index, rollout in enumerate(rollouts) if rollout.rejection_reason in _UNREAD]
         if unread:
             with phases("fetch"):
@@ -223,17 +215,6 @@ class RolloutReassembler:
         receipts = [receipt for receipt in admitted if isinstance(receipt, RolloutReceipt)]
         values, _ = self._source.read_values([record.staging_key for r in receipts for record in r.manifest])
         return values
-
-    def _prove_all(
-        self,
-        rollout_ids: Sequence[str],
-        admitted: Sequence[RolloutReceipt | Rejection],
-        rewards: Sequence[Any],
-        values: dict[str, bytes],
-    ) -> list[FinalizedRollout]:
-        """Each rollout by itself, in threads where there is enough to hash: hashing is done without the GIL."""
-        in_order = map if sum(map(len, values.values())) < _THREADED_BYTES else self._threads.map
-        return list(in_order(self._prove, rollout_ids, admitted, rewards, repeat(values)))
 
     def _prove(
         self, rollout_id: str, receipt: RolloutReceipt | Rejection, reward: Any, values: dict[str, bytes]

@@ -85,11 +85,13 @@ def open_client(plane: BenchPlane) -> Iterator[DataPlaneClient]:
             "the simple plane needs Ray: pip install 'rollout-reassembler[ray]', or measure with --plane memory"
         ) from error
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    was_in_a_cluster = ray.is_initialized()
     try:
         with closing(_start_queue()) as client:
             yield client
     finally:
-        ray.shutdown()
+        if not was_in_a_cluster:
+            ray.shutdown()
 
 
 def _start_queue() -> DataPlaneClient:
