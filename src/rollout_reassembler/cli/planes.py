@@ -90,7 +90,10 @@ def _open_queue(name: PlaneName, config: RolloutReassemblerActorConfig, workers:
 
 @contextmanager
 def _local_ray(*, cpus: int) -> Iterator[None]:
-    """A quiet Ray on this machine, unless this process is in a cluster already. `cpus` is what it may promise, not what it uses: waiting costs none."""
+    """A quiet Ray on this machine, unless this process is in a cluster already.
+
+    `cpus` is what it may promise, not what it uses: waiting costs none.
+    """
     import ray
 
     if ray.is_initialized():
