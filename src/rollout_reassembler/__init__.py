@@ -63,7 +63,12 @@ from rollout_reassembler.staging.sink import StagingSink
 from rollout_reassembler.staging.source import StagingSource
 
 if TYPE_CHECKING:
-    from rollout_reassembler.actors.pool import ReassemblerPool
+    from rollout_reassembler.actors.pool import (
+        PoolClosed,
+        ReassemblerPool,
+        RequestCrashedActor,
+        RequestDeadlineExceeded,
+    )
     from rollout_reassembler.actors.rollout_reassembler_actor import (
         RolloutReassemblerActor,
         create_rollout_reassembler_actors,
@@ -94,10 +99,13 @@ __all__ = [
     "KVBatchMeta",
     "LinearizedRow",
     "PartitionNotRegistered",
+    "PoolClosed",
     "ReassemblerError",
     "ReassemblerPool",
     "ReassemblyRequest",
     "ReceiptBounds",
+    "RequestCrashedActor",
+    "RequestDeadlineExceeded",
     "RequestError",
     "RolloutReassembler",
     "RolloutReassemblerActor",
@@ -133,7 +141,10 @@ __all__ = [
 ]
 
 _LAZY = {
+    "PoolClosed": "rollout_reassembler.actors.pool",
     "ReassemblerPool": "rollout_reassembler.actors.pool",
+    "RequestCrashedActor": "rollout_reassembler.actors.pool",
+    "RequestDeadlineExceeded": "rollout_reassembler.actors.pool",
     "RolloutReassemblerActor": "rollout_reassembler.actors.rollout_reassembler_actor",
     "RouteReport": "rollout_reassembler.trainer.deferred_routes",
     "create_rollout_reassembler_actors": "rollout_reassembler.actors.rollout_reassembler_actor",
