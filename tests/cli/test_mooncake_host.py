@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from rollout_reassembler.cli.app import app
 from rollout_reassembler.cli.mooncake_host import parse_size
 
-pytest.importorskip("mooncake.store")
-
 COMMAND = [sys.executable, "-m", "rollout_reassembler", "mooncake-host"]
 
 

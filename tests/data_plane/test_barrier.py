@@ -17,8 +17,6 @@ from rollout_reassembler.data_plane.config import Deadlines
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from tests.data_plane.plain_queue import PlainQueue, QueueHost
 
-pytest.importorskip("transfer_queue")
-
 DEADLINES = Deadlines(read=10, write=10, clear=10, metadata=10, connect=20, checkpoint=20, quiesced=1.5)
 
 

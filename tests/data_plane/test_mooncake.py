@@ -17,10 +17,6 @@ from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec
 from rollout_reassembler.data_plane.config import DataPlaneConfig, MooncakeCpuBackendConfig
 from tests.data_plane.conformance import SCHEMA, PlaneConformance, assert_same_row, columns_of, row
 from tests.data_plane.plain_queue import QueueHost
-
-pytest.importorskip("mooncake.store")
-pytest.importorskip("transfer_queue")
-
 from tests.mooncake_site import MooncakeSite, start_hosts
 
 pytestmark = pytest.mark.mooncake

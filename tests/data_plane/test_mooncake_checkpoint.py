@@ -19,12 +19,8 @@ from rollout_reassembler.data_plane.base import FieldSpec
 from rollout_reassembler.data_plane.checkpoint import MANIFEST, read_manifest
 from tests.captures import CANONICAL, STAGING, MadeRollout, chain, finalize, registered, stage, staged_keys
 from tests.data_plane.plain_queue import QueueHost
-from tests.reassembly.contents import whole_plane
-
-pytest.importorskip("mooncake.store")
-pytest.importorskip("transfer_queue")
-
 from tests.mooncake_site import MooncakeSite
+from tests.reassembly.contents import whole_plane
 
 pytestmark = pytest.mark.mooncake
 

@@ -16,10 +16,6 @@ from rollout_reassembler.data_plane.base import FieldSpec
 from rollout_reassembler.data_plane.config import Deadlines
 from tests.data_plane.plain_queue import QueueHost
 from tests.data_plane.test_transfer_queue_faults import run_all
-
-pytest.importorskip("mooncake.store")
-pytest.importorskip("transfer_queue")
-
 from tests.mooncake_site import MooncakeSite
 
 pytestmark = pytest.mark.mooncake

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("mooncake.store")
-pytest.importorskip("transfer_queue")
-
 pytestmark = [pytest.mark.mooncake, pytest.mark.ray, pytest.mark.slow]
 
 
