@@ -18,12 +18,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout_reassembler.data_plane.config import DataPlaneConfig, Deadlines
 from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,7 +63,7 @@ class PlainQueue:
 
         cfg = DataPlaneConfig(impl="transfer_queue", deadlines=deadlines)
         controller, unit = server_info(self.controller.address), server_info(self.unit.address)
-        rows = connect_sockets(controller, "SimpleStorage", {"zmq_info": {"unit": unit}}, deadlines.connect)
+        rows = connect_sockets(controller, {"unit": unit}, deadlines.connect)
         return TransferQueueDataPlane.over(rows, cfg)
 
     def stop(self) -> None:
@@ -102,6 +105,23 @@ class QueueHost:
                 raise RuntimeError(f"the queue did not start: {answer['failed']}")
             return Server(answer["pid"], answer)
         raise RuntimeError("the host of the queue ended; its error is above")
+
+
+def in_a_call(plane: Any, work: Callable[[Any], T]) -> T:
+    """What `work` does with the inside of a connected plane, as one call of it."""
+    from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
+
+    with plane._rows.sockets.call(CallSite("test"), 10.0) as call:
+        return work(call)
+
+
+def hide(plane: Any, meta: Any) -> None:
+    """The first step of a clear that stops then."""
+    from transfer_queue.utils.zmq_utils import ZMQRequestType
+
+    rows = {"global_indexes": meta.global_indexes, "partition_ids": meta.partition_ids}
+    request, response = ZMQRequestType.MARK_CLEARING, ZMQRequestType.MARK_CLEARING_RESPONSE
+    in_a_call(plane, lambda call: call.ask(plane._rows.controller, request, response, rows))
 
 
 def server_info(address: dict[str, Any]) -> Any:

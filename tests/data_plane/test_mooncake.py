@@ -16,7 +16,7 @@ from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneUnavail
 from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec
 from rollout_reassembler.data_plane.config import DataPlaneConfig, MooncakeCpuBackendConfig
 from tests.data_plane.conformance import SCHEMA, PlaneConformance, assert_same_row, columns_of, row
-from tests.data_plane.plain_queue import QueueHost
+from tests.data_plane.plain_queue import QueueHost, hide, in_a_call
 from tests.mooncake_site import MooncakeSite, start_hosts
 
 pytestmark = pytest.mark.mooncake
@@ -140,20 +140,14 @@ def test_a_full_store_says_so_and_works_again_once_rows_are_cleared(queues: Queu
 def test_a_clear_that_did_not_come_to_its_end_is_finished_by_the_next(plane: Any, partition: str) -> None:
     plane.put_samples(["a", "b"], partition, columns_of([row(1, 700), row(2, 700)]))
     rows = plane._mooncake.rows
-    (meta,) = [plane._run(plane_site(), 10, lambda: rows._found(partition, ["a"]))]
-    plane._run(plane_site(), 10, lambda: rows._queue._mark_clearing_in_controller(meta))
+    meta = in_a_call(plane, lambda call: rows._found(call, partition, ["a"]))
+    hide(plane, meta)
     objects = rows._values.store.places(sorted(_names(meta)))
     assert objects
     assert plane.get_samples(["a", "b"], partition, partial=True).missing == ["a"]
     plane.clear_samples(["a", "b"], partition)
     assert rows._values.store.places(list(objects)) == {}
     assert plane.list_samples(partition) == {}
-
-
-def plane_site() -> Any:
-    from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
-
-    return CallSite("test")
 
 
 def _names(meta: Any) -> set[str]:
@@ -242,7 +236,7 @@ def test_a_memory_host_may_join_later(plane: Any, partition: str, site: Mooncake
     keys = [f"k{index}" for index in range(40)]
     plane.put_samples(keys, partition, {"payload": [bytes_of(70_000)] * 40})
     store = plane._mooncake.store
-    rows = plane._run(plane_site(), 10, lambda: plane._mooncake.rows.stored(plane_site()))
+    rows = in_a_call(plane, plane._mooncake.rows.stored)
     assert len(set(store.places(list(rows)).values())) == 3
     plane.clear_samples(None, partition)
     plane._owners.pop()
@@ -257,7 +251,7 @@ def test_whoever_started_the_plane_takes_its_rows_out_of_hosts_that_go_on(queues
     other.close()
     third = site.connect(owners=False)
     assert_same_row(next(third.get_samples(["a"], "p").rows())[1], row(1, 900))
-    names = list(third._run(plane_site(), 10, lambda: third._mooncake.rows.stored(plane_site())))
+    names = list(in_a_call(third, third._mooncake.rows.stored))
     assert all(third._mooncake.store.are_there(names))
     owner._end_queue = lambda seconds: None
     owner.close()

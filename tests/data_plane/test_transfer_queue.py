@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.data_plane.gate import WriteGate
 from tests.data_plane.conformance import SCHEMA, PlaneConformance, assert_same_row, columns_of, row
+from tests.data_plane.plain_queue import hide, in_a_call
 
 pytestmark = pytest.mark.ray
 
@@ -58,34 +58,41 @@ def alone(queue_plane: DataPlaneClient, queue_config: DataPlaneConfig) -> Iterat
 @pytest.fixture
 def round_trips(alone: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Counts the requests that this client sends to the queue; each call tells and starts anew."""
-    from transfer_queue.utils.zmq_utils import ZMQSocketPool
+    from rollout_reassembler.data_plane.transfer_queue.sockets import Call
 
-    queue = alone._rows._queue
-    pools = (queue.controller_rpc_pool, queue.storage_manager.storage_rpc_pool)
     sent = 0
-    lease = ZMQSocketPool.lease
+    send = Call.send
 
-    def counting(self: Any, peer: Any) -> Any:
+    def counting(self: Any, *args: Any) -> Any:
         nonlocal sent
-        sent += any(self is pool for pool in pools)
-        return lease(self, peer)
+        sent += self._sockets is alone._rows.sockets
+        return send(self, *args)
 
     def since_last() -> int:
         nonlocal sent
         count, sent = sent, 0
         return count
 
-    monkeypatch.setattr(ZMQSocketPool, "lease", counting)
+    monkeypatch.setattr(Call, "send", counting)
     return since_last
 
 
-def on_loop(plane: Any, make: Callable[[], Any]) -> Any:
-    """Await something on the loop that the plane's sockets belong to."""
-    return asyncio.run_coroutine_threadsafe(make(), plane._calls._loop).result(timeout=30)
-
-
 def numbered(plane: Any, keys: list[str], partition: str, *, create: bool = False) -> Any:
-    return on_loop(plane, lambda: plane._rows._queue.async_kv_retrieve_meta(keys, partition, create=create))
+    return in_a_call(plane, lambda call: plane._rows._meta_of(call, partition, keys, create=create))
+
+
+def write_values(plane: Any, meta: Any, columns: dict[str, list[Any]]) -> None:
+    """The second step of a put that stops then."""
+    in_a_call(plane, lambda call: plane._rows._store.put(call, meta, columns))
+
+
+def lose_values(plane: Any, meta: Any) -> None:
+    """What a storage unit that started anew has done."""
+    from transfer_queue.utils.zmq_utils import ZMQRequestType
+
+    request, response = ZMQRequestType.CLEAR_DATA, ZMQRequestType.CLEAR_DATA_RESPONSE
+    rows = {"global_indexes": meta.global_indexes}
+    in_a_call(plane, lambda call: [call.ask(unit, request, response, rows) for unit in plane._rows._store.units])
 
 
 def test_a_healthy_call_costs_no_more_than_its_steps(
@@ -154,7 +161,7 @@ def test_a_row_being_cleared_is_missing(plane: Any, partition: str) -> None:
     """A clear that stopped after its first step: the row is hidden, and the same clear again ends it."""
     plane.put_samples(["a", "b"], partition, columns_of([row(1), row(2)]))
     meta = numbered(plane, ["a"], partition)
-    on_loop(plane, lambda: plane._rows._queue._mark_clearing_in_controller(meta))
+    hide(plane, meta)
     assert plane.get_samples(["a", "b"], partition, partial=True).missing == ["a"]
     plane.clear_samples(["a"], partition)
     assert plane.list_samples(partition).keys() == {"b"}
@@ -164,7 +171,7 @@ def test_a_row_being_cleared_is_missing(plane: Any, partition: str) -> None:
 def test_rows_whose_values_the_store_lost_are_missing(plane: Any, partition: str, lost: list[str]) -> None:
     plane.put_samples(["a", "b", "c"], partition, columns_of([row(1), row(2), row(3)]))
     meta = numbered(plane, lost, partition)
-    on_loop(plane, lambda: plane._rows._store.clear(meta))
+    lose_values(plane, meta)
     batch = plane.get_samples(["c", "b", "a"], partition, partial=True)
     assert batch.missing == [key for key in ["c", "b", "a"] if key in lost]
     with pytest.raises(RowsMissing) as raised:
@@ -176,7 +183,7 @@ def test_a_row_that_another_one_replaced_is_missing(plane: Any, partition: str) 
     """A put that was slower than a clear and the next put wrote its values under a number that is not its own."""
     plane.put_samples(["a", "b", "c"], partition, columns_of([row(1), row(2), row(3)]))
     meta = numbered(plane, ["b"], partition)
-    on_loop(plane, lambda: plane._rows._store.put(meta, {"step": [9], "__owner__": [b"other\nb"]}))
+    write_values(plane, meta, {"step": [9], "__owner__": [b"other\nb"]})
     batch = plane.get_samples(["a", "b", "c"], partition, partial=True)
     assert (batch.sample_ids, batch.missing) == (["a", "c"], ["b"])
     plane.put_samples(["b"], partition, columns_of([row(4)]))
@@ -206,7 +213,7 @@ def test_a_stored_value_of_another_type_makes_its_row_missing(
     """Another row's value, another writer's, or one from before: never cast, never passed on."""
     plane.put_samples(["a", "b", "c"], partition, columns_of([row(1), row(2), row(3)]))
     meta = numbered(plane, ["b"], partition)
-    on_loop(plane, lambda: plane._rows._store.put(meta, {column: [value]}))
+    write_values(plane, meta, {column: [value]})
     batch = plane.get_samples(["c", "b", "a"], partition, partial=True)
     assert (batch.sample_ids, batch.missing) == (["c", "a"], ["b"])
     for (_, got), expected in zip(batch.rows(), (row(3), row(1)), strict=True):
@@ -222,19 +229,19 @@ def test_a_cell_of_another_dtype_or_rank_makes_its_row_missing(plane: Any, parti
     plane.put_samples(["a", "b"], partition, columns_of([row(1), row(2)]))
     meta = numbered(plane, ["b"], partition)
     for array in (np.arange(3, dtype=np.int32), np.zeros((2, 2), np.int64)):
-        on_loop(plane, lambda array=array: plane._rows._store.put(meta, {"tokens": [encode_cell(array)]}))
+        write_values(plane, meta, {"tokens": [encode_cell(array)]})
         assert plane.get_samples(["a", "b"], partition, partial=True).missing == ["b"]
 
 
 def test_tensor_cells_are_what_the_queues_own_client_expects(
-    plane: Any, partition: str, queue_config: DataPlaneConfig
+    partition: str, queue_config: DataPlaneConfig, plane: Any
 ) -> None:
+    import transfer_queue
+
     writer = build_data_plane_client(queue_config.model_copy(update={"cells": "tensors"}), bootstrap=False)
     rows = [row(index, 3 + index) for index in range(3)]
     writer.put_samples(["a", "b", "c"], partition, columns_of(rows))
-    queue = plane._rows._queue
-    meta = numbered(plane, ["c", "a"], partition)
-    data = on_loop(plane, lambda: queue.async_get_data(meta.select_fields(["tokens", "routes", "reward", "is_valid"])))
+    data = transfer_queue.kv_batch_get(["c", "a"], partition, ["tokens", "routes", "reward", "is_valid"])
     for position, expected in enumerate((rows[2], rows[0])):
         for name in ("tokens", "routes", "reward", "is_valid"):
             got = data[name].unbind()[position].numpy()

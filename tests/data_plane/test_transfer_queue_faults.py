@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ import pytest
 
 from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout, DataPlaneUnavailable
 from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec
-from rollout_reassembler.data_plane.cells import encode_cell
 from rollout_reassembler.data_plane.config import Deadlines
-from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
-from tests.data_plane.plain_queue import PlainQueue, QueueHost
+from tests.data_plane.plain_queue import PlainQueue, QueueHost, in_a_call
 
 pytest.importorskip("transfer_queue")
 
@@ -182,15 +180,15 @@ def test_a_full_queue_says_so_and_works_again_once_rows_are_cleared(host: QueueH
 class InterruptedStore:
     """A store in front of which other clients do something, once, between the two steps of a read."""
 
-    def __init__(self, store: Any, interrupt: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, store: Any, interrupt: Callable[[], None]) -> None:
         self._store = store
-        self._interrupt: Callable[[], Awaitable[None]] | None = interrupt
+        self._interrupt: Callable[[], None] | None = interrupt
 
-    async def get(self, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+    def get(self, call: Any, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
         if self._interrupt is not None:
             interrupt, self._interrupt = self._interrupt, None
-            await interrupt()
-        values: dict[str, list[Any]] = await self._store.get(meta, names)
+            interrupt()
+        values: dict[str, list[Any]] = self._store.get(call, meta, names)
         return values
 
     def __getattr__(self, name: str) -> Any:
@@ -215,17 +213,19 @@ def test_a_row_replaced_between_the_steps_of_a_read_is_never_another_row(
     """The queue gives the number of a cleared row to the next new one, and a read has the number already."""
     plane.register_partition("other", {"step": FieldSpec("int64"), "tokens": FieldSpec("int64", 1)})
     others = queue.connect(DEADLINES)
-    rows: Any = others._rows
-    site = CallSite("interrupt")
     read_numbers, put_numbers = [], []
 
-    async def interrupt() -> None:
-        read_numbers.extend((await rows._queue.async_kv_retrieve_meta(["a"], "p")).global_indexes)
-        await rows.clear(site, "p", ["a"])
+    def numbers(partition: str, key: str) -> list[int]:
+        rows: Any = others._rows
+        indexes: list[int] = in_a_call(others, lambda call: rows._meta_of(call, partition, [key])).global_indexes
+        return indexes
+
+    def interrupt() -> None:
+        read_numbers.extend(numbers("p", "a"))
+        others.clear_samples(["a"], "p")
         for partition, key in then_put:
-            cells = {"step": [8], "tokens": [encode_cell(np.arange(8))]}
-            await rows.put(site, partition, [key], cells, None)
-            put_numbers.extend((await rows._queue.async_kv_retrieve_meta([key], partition)).global_indexes)
+            others.put_samples([key], partition, {"step": [8], "tokens": [np.arange(8)]})
+            put_numbers.extend(numbers(partition, key))
 
     plane._rows._store = InterruptedStore(plane._rows._store, interrupt)
     batch = plane.get_samples(["b", "a"], "p", ["step"], partial=True)
@@ -249,7 +249,7 @@ def test_closing_ends_the_calls_that_wait(queue: PlainQueue, plane: DataPlaneCli
 def test_connecting_to_a_dead_controller_is_an_error_in_seconds(queue: PlainQueue) -> None:
     queue.controller.kill()
     started = time.monotonic()
-    with pytest.raises(DataPlaneUnavailable, match="does not answer"):
+    with pytest.raises(DataPlaneUnavailable, match="is gone: it refuses connections"):
         queue.connect(DEADLINES)
     assert time.monotonic() - started < 10
 

@@ -6,25 +6,37 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
 from tests.captures import STAGING
-
-_SECONDS = 10.0
+from tests.data_plane.plain_queue import in_a_call
 
 
 def raw_put(
     plane: Any, key: str, fields: dict[str, Any] | None = None, tags: dict[str, Any] | None = None, *, to: str = STAGING
 ) -> None:
     """What `transfer_queue.kv_put` does, over the sockets of a connected plane."""
-    queue = plane._rows._queue
+    in_a_call(plane, lambda call: _put(call, plane._rows, key, fields, tags, to))
 
-    async def put() -> None:
-        meta = await queue.async_kv_retrieve_meta([key], to, create=True)
-        if tags is not None:
-            meta.update_custom_meta([tags])
-        if fields is not None:
-            meta = await queue.async_put(TensorDict(fields, batch_size=1), meta)
-        if tags is not None:
-            await queue.async_set_custom_meta(meta)
 
-    plane._calls.run(CallSite("raw put"), put, _SECONDS)
+def _put(
+    call: Any, rows: Any, key: str, fields: dict[str, Any] | None, tags: dict[str, Any] | None, partition: str
+) -> None:
+    from transfer_queue.metadata import extract_field_schema
+    from transfer_queue.utils.zmq_utils import ZMQRequestType
+
+    meta = rows._meta_of(call, partition, [key], create=True)
+    if fields is not None:
+        values = TensorDict(fields, batch_size=1)
+        rows._store.put(call, meta, {name: _unbound(values[name]) for name in fields})
+        schema = extract_field_schema(values)
+        for column in schema.values():
+            if shapes := column.get("per_sample_shapes"):
+                column["per_sample_shapes"] = dict(zip(meta.global_indexes, shapes, strict=True))
+        news = {"partition_id": partition, "global_indexes": meta.global_indexes, "field_schema": schema}
+        told = ZMQRequestType.NOTIFY_DATA_UPDATE, ZMQRequestType.NOTIFY_DATA_UPDATE_ACK
+        call.ask(rows.controller, *told, news)  # refused or not: the queue's own client only logs that
+    if tags is not None:
+        rows._send_tags(call, partition, meta, [tags]).body()
+
+
+def _unbound(column: Any) -> list[Any]:
+    return column.tolist() if not hasattr(column, "is_nested") else list(column.unbind())

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout
+from rollout_reassembler.data_plane.base import FieldSpec
+from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
+from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
 from rollout_reassembler.staging.sink import StagingSink
 from tests.captures import STAGING, chain, registered
+from tests.data_plane.plain_queue import QueueHost, server_info
 
 pytest.importorskip("transfer_queue")
 
@@ -41,55 +46,21 @@ def test_a_batch_that_is_tried_one_by_one_ends_when_the_plane_is_silent() -> Non
     assert all("no answer" in result.error for result in results[1:] if result.error)
 
 
-class Part(NamedTuple):
-    global_indexes: list[int]
-    batch_positions: list[int]
-
-
-class TwoUnits:
-    """What `SimpleStore` uses of the queue's storage manager: two units, the first of which refuses at once."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def _group_by_hash(self, global_indexes: Sequence[int]) -> dict[str, Part]:
-        return {"first": Part([0], [0]), "second": Part([1], [1])}
-
-    async def _request_with_retry(
-        self, operation: str, unit: str, context: str, send: Callable[[], Awaitable[Any]]
-    ) -> Any:
-        return await send()
-
-    async def _answer(self, unit: str) -> None:
-        if unit == "first":
-            raise RuntimeError("the first unit refuses")
-        await asyncio.sleep(0.05)
-        self.done.append(unit)
-
-    async def _put_to_single_storage_unit(
-        self, indexes: list[int], part: Mapping[str, Any], *, target_storage_unit: str
-    ) -> None:
-        await self._answer(target_storage_unit)
-
-    async def _clear_single_storage_unit(self, indexes: list[int], *, target_storage_unit: str) -> None:
-        await self._answer(target_storage_unit)
-
-
-class Rows(NamedTuple):
-    global_indexes: list[int]
-
-    def __len__(self) -> int:
-        return 2
-
-
-@pytest.mark.parametrize("call", ["put", "clear"])
-def test_a_call_that_failed_at_one_unit_has_ended_at_the_other(call: str) -> None:
+def test_a_call_that_failed_at_one_unit_has_ended_at_the_other(queue_host: QueueHost) -> None:
     """A put that is still going on there could write over a row that has got its number since."""
-    from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore
+    from rollout_reassembler.data_plane.transfer_queue.connection import connect_sockets
 
-    units = TwoUnits()
-    store = SimpleStore(units)
-    send = store.put(Rows([0, 1]), {"step": [1, 2]}) if call == "put" else store.clear(Rows([0, 1]))
-    with pytest.raises(RuntimeError, match="the first unit refuses"):
-        asyncio.run(send)
-    assert units.done == ["second"]
+    full, other = queue_host.start_queue(capacity=0), queue_host.start_queue()
+    units = {name: server_info(queue.unit.address) for name, queue in (("full", full), ("other", other))}
+    rows = connect_sockets(server_info(full.controller.address), units, 5.0)
+    plane = TransferQueueDataPlane.over(rows, DataPlaneConfig(impl="transfer_queue"))
+    plane.register_partition("p", {"step": FieldSpec("int64")})
+    other.unit.stall()
+    stalled_s, started = 0.7, time.monotonic()
+    threading.Timer(stalled_s, other.unit.resume).start()
+    with pytest.raises(DataPlaneError, match="full"):
+        plane.put_samples(["a", "b"], "p", {"step": [1, 2]})
+    assert time.monotonic() - started >= stalled_s
+    plane.close()
+    full.stop()
+    other.stop()

@@ -16,9 +16,8 @@ import pytest
 
 from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.data_plane.base import DataPlaneClient
-from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
 from tests.captures import CANONICAL
-from tests.data_plane.plain_queue import PlainQueue
+from tests.data_plane.plain_queue import PlainQueue, in_a_call
 from tests.faults.groups import HEALTHY, KINDS, Group, count
 from tests.faults.round_trips import Death
 from tests.faults.victims import DEADLINES, Finalize, VictimHost
@@ -47,8 +46,7 @@ class Claims:
 
 def set_numbers_aside(plane: Any) -> None:
     """What whoever starts a queue does."""
-    site = CallSite("set aside")
-    plane._calls.run(site, lambda: plane._rows.set_numbers_aside(site, 8192), DEADLINES.metadata)
+    in_a_call(plane, lambda call: plane._rows.set_numbers_aside(call, 8192))
 
 
 def deaths_of(steps: list[str]) -> list[Death]:

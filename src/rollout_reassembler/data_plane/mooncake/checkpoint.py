@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,6 @@ from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
 
 T = TypeVar("T")
 
-Run = Callable[[CallSite, float, Callable[[], Coroutine[Any, Any, Any]]], Any]
-"""Awaits a coroutine on the loop that the controller's sockets belong to, within a deadline."""
-
 _OBJECTS_A_COMMAND = 16_384
 """Keeps commands and answers far below the budget of metadata."""
 
@@ -60,10 +57,9 @@ class _Segment:
 class CheckpointDriver:
     """Saves and loads the state of one plane."""
 
-    def __init__(self, rows: MooncakeRows, store: MooncakeStore, run: Run, owners: Sequence[Owner], seconds: float):
+    def __init__(self, rows: MooncakeRows, store: MooncakeStore, owners: Sequence[Owner], seconds: float):
         self._rows = rows
         self._store = store
-        self._run = run
         self._owners = owners
         self._until = time.monotonic() + seconds
 
@@ -99,7 +95,8 @@ class CheckpointDriver:
         old = [saved for saved, is_there in zip(manifest.objects, there, strict=True) if is_there]
         try:
             self._load_objects(site, directory, manifest, _balanced(site, segments, before, new), old)
-            self._run(site, self._left(), lambda: self._rows.load_controller(site, directory / CONTROLLER))
+            with self._rows.sockets.call(site, self._left()) as call:
+                self._rows.load_controller(call, directory / CONTROLLER)
         except ReassemblerError as error:
             self._undo([saved.name for saved in new], error)
             raise
@@ -135,7 +132,8 @@ class CheckpointDriver:
             for answer in answers
             for name, offset, size, sha256 in answer["objects"]
         )
-        self._run(site, self._left(), lambda: self._rows.save_controller(site, partial / CONTROLLER))
+        with self._rows.sockets.call(site, self._left()) as call:
+            self._rows.save_controller(call, partial / CONTROLLER)
         shards = {answer["shard"]: answer["size"] for answer in answers}
         write_manifest(partial, Manifest(checkpoint, sha256_of(partial / CONTROLLER), shards, saved, metadata))
 
@@ -183,8 +181,8 @@ class CheckpointDriver:
         ]
 
     def _stored(self, site: CallSite) -> dict[str, StoredObject]:
-        found: dict[str, StoredObject] = self._run(site, self._left(), lambda: self._rows.stored(site))
-        return found
+        with self._rows.sockets.call(site, self._left()) as call:
+            return self._rows.stored(call)
 
     def _by_segment(
         self, site: CallSite, segments: Sequence[_Segment], objects: Mapping[str, StoredObject]

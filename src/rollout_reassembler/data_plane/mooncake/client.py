@@ -133,7 +133,7 @@ class MooncakeDataPlane(TransferQueueDataPlane):
         from rollout_reassembler.data_plane.mooncake.checkpoint import CheckpointDriver
 
         seconds = self._deadlines.checkpoint
-        return CheckpointDriver(self._mooncake.rows, self._mooncake.store, self._run, self._owners, seconds)
+        return CheckpointDriver(self._mooncake.rows, self._mooncake.store, self._owners, seconds)
 
 
 def _ended_by(started: ExitStack) -> Any:

@@ -11,7 +11,6 @@ another way, and had better say that they do not know it than read what is not t
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from uuid import uuid4
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import RayError
-from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.controller import TransferQueueController
 from transfer_queue.sampler import SequentialSampler
 
@@ -32,17 +30,19 @@ from rollout_reassembler.data_plane.mooncake.master import start_master
 from rollout_reassembler.data_plane.mooncake.rows import MooncakeRows
 from rollout_reassembler.data_plane.mooncake.store import MooncakeStore
 from rollout_reassembler.data_plane.mooncake.values import MooncakeValues
-from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer, run_blocking
+from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, run_blocking
 from rollout_reassembler.data_plane.transfer_queue.connection import (
     BACKENDS,
     CONTROLLER,
     NAMESPACE,
     check_backend,
     check_cpus,
+    controller_peer,
     find_controller,
     running_config,
     start_ray,
 )
+from rollout_reassembler.data_plane.transfer_queue.sockets import QueueSockets
 
 _BACKEND = BACKENDS["mooncake_cpu"]
 
@@ -118,15 +118,13 @@ def attach(cfg: DataPlaneConfig) -> Connection:
 def connect(cfg: DataPlaneConfig, store_config: MooncakeCpuBackendConfig, controller_info: Any) -> Connection:
     """Connect to a controller and a master whose addresses are known. Needs no Ray."""
     prepare_environment(cfg.deadlines)
-    controller = Peer("the queue's controller", controller_info.ip, controller_info.ports["request_handle_socket"])
+    session, size = controller_info.id, store_config.client_segment_size
 
-    def connected() -> tuple[AsyncTransferQueueClient, MooncakeStore]:
-        queue = AsyncTransferQueueClient(f"reassembler_{os.getpid()}_{uuid4().hex[:8]}", controller_info)
-        size = store_config.client_segment_size
-        return queue, MooncakeStore(store_config, session=controller_info.id, segment_size=size)
+    def connected() -> MooncakeStore:
+        return MooncakeStore(store_config, session=session, segment_size=size)
 
-    queue, store = run_blocking(_ATTACH, connected, cfg.deadlines.connect)
-    return Connection(MooncakeRows(queue, MooncakeValues(store), controller), store)
+    store = run_blocking(_ATTACH, connected, cfg.deadlines.connect)
+    return Connection(MooncakeRows(QueueSockets(), controller_peer(controller_info), MooncakeValues(store)), store)
 
 
 def _host_class(name: str) -> Any:

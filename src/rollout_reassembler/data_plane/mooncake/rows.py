@@ -14,91 +14,88 @@ a memory host died with it. That is a failure of the plane, and never looks like
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.metadata import BatchMeta
+from transfer_queue.utils.zmq_utils import ZMQRequestType
 
 from rollout_reassembler.data_plane.base import Tags
 from rollout_reassembler.data_plane.mooncake.objects import RowIndex, StoredObject, referred
 from rollout_reassembler.data_plane.mooncake.store import StoreFailure, as_data_plane_error
 from rollout_reassembler.data_plane.mooncake.values import MooncakeValues
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer
-from rollout_reassembler.data_plane.transfer_queue.queue_errors import translated
+from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_controller, save_controller
 from rollout_reassembler.data_plane.transfer_queue.rows import OWNER, QueueRows, RowsRead
+from rollout_reassembler.data_plane.transfer_queue.sockets import Call, QueueSockets
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues
 
 
 class MooncakeRows(QueueRows):
     """The rows of one queue whose values are in a Mooncake store."""
 
-    def __init__(self, queue: AsyncTransferQueueClient, values: MooncakeValues, controller: Peer) -> None:
-        super().__init__(queue, values, (controller, *values.peers()))
+    def __init__(self, sockets: QueueSockets, controller: Peer, values: MooncakeValues) -> None:
+        super().__init__(sockets, controller, values)
         self._values = values
 
-    async def put(
+    def put(
         self,
-        site: CallSite,
+        call: Call,
         partition: str,
         keys: list[str],
         columns: Mapping[str, QueueValues],
         tags: Sequence[Tags] | None,
     ) -> None:
-        async with _store_failures(site):
-            await super().put(site, partition, keys, columns, tags)
+        with _store_failures(call.site):
+            super().put(call, partition, keys, columns, tags)
 
-    async def read(
-        self, site: CallSite, partition: str, keys: list[str], names: list[str], *, partial: bool
-    ) -> RowsRead:
-        async with _store_failures(site):
-            return await super().read(site, partition, keys, names, partial=partial)
+    def read(self, call: Call, partition: str, keys: list[str], names: list[str], *, partial: bool) -> RowsRead:
+        with _store_failures(call.site):
+            return super().read(call, partition, keys, names, partial=partial)
 
-    async def clear(self, site: CallSite, partition: str, keys: list[str]) -> None:
-        async with _store_failures(site):
-            await super().clear(site, partition, keys)
+    def clear(self, call: Call, partition: str, keys: list[str]) -> None:
+        with _store_failures(call.site):
+            super().clear(call, partition, keys)
 
-    async def stored(self, site: CallSite) -> dict[str, StoredObject]:
+    def stored(self, call: Call) -> dict[str, StoredObject]:
         """The objects, by name, of all rows that can be read."""
-        async with translated(site):
-            found: dict[str, StoredObject] = {}
-            for partition in await self._queue.async_get_partition_list():
-                produced = await self._produced(partition, [OWNER])
-                indexes = await self._all_indexes(partition) if produced else {}
-                for place in produced:
-                    found.update((stored.name, stored) for stored in RowIndex.of(indexes[place]).columns.values())
-            return found
+        found: dict[str, StoredObject] = {}
+        for partition in self.partitions(call):
+            produced = self._produced(call, partition, [OWNER])
+            indexes = self._all_indexes(call, partition) if produced else {}
+            for place in produced:
+                found.update((stored.name, stored) for stored in RowIndex.of(indexes[place]).columns.values())
+        return found
 
-    async def save_controller(self, site: CallSite, path: Path) -> None:
-        async with translated(site):
-            await self._queue.async_save_controller_checkpoint(str(path))
+    def save_controller(self, call: Call, path: Path) -> None:
+        save_controller(call, self.controller, path)
 
-    async def load_controller(self, site: CallSite, path: Path) -> None:
-        async with translated(site):
-            await self._queue.async_load_controller_checkpoint(str(path))
+    def load_controller(self, call: Call, path: Path) -> None:
+        load_controller(call, self.controller, path)
 
-    def close(self) -> None:
-        super().close()
+    def close(self, seconds: float) -> None:
+        super().close(seconds)
         self._values.close()
 
-    async def _numbered(self, partition: str, keys: list[str], *, with_values: bool) -> BatchMeta:
-        before = await self._indexes(partition, await super()._found(partition, keys)) if with_values else {}
-        meta = await super()._numbered(partition, keys, with_values=with_values)
-        return _with_indexes(meta, before)
+    def _numbered(self, call: Call, partition: str, keys: list[str], *, with_values: bool) -> BatchMeta:
+        before: dict[int, Any] = {}
+        if with_values:
+            before = self._indexes(call, partition, super()._found(call, partition, keys))
+        return _with_indexes(super()._numbered(call, partition, keys, with_values=with_values), before)
 
-    async def _found(self, partition: str, keys: list[str]) -> BatchMeta:
-        meta = await super()._found(partition, keys)
-        return _with_indexes(meta, await self._indexes(partition, meta))
+    def _found(self, call: Call, partition: str, keys: list[str]) -> BatchMeta:
+        meta = super()._found(call, partition, keys)
+        return _with_indexes(meta, self._indexes(call, partition, meta))
 
-    async def _held(self, wanted: list[str], meta: BatchMeta, names: list[str]) -> list[str]:
+    def _held(self, call: Call, wanted: list[str], meta: BatchMeta, names: list[str]) -> list[str]:
         """Those that the store holds, and those that were put anew meanwhile. Raises for a row that is lost."""
-        held = set(await super()._held(wanted, meta, names))
+        held = set(super()._held(call, wanted, meta, names))
         partition = meta.partition_ids[0]
         unread = [key for key in wanted if key not in held]
-        listed = await self._listed(partition, unread, names)
-        now = await super()._found(partition, listed) if listed else BatchMeta.empty()
+        listed = self._listed(call, partition, unread, names)
+        now = super()._found(call, partition, listed) if listed else BatchMeta.empty()
         if len(now) == len(listed):
             before = dict(zip(wanted, meta._custom_backend_meta, strict=True))
             for key, cells in zip(listed, now._custom_backend_meta, strict=True):
@@ -107,32 +104,34 @@ class MooncakeRows(QueueRows):
                     raise StoreFailure(what, is_gone=True)
         return [key for key in wanted if key in held or key in listed]
 
-    async def _listed(self, partition: str, keys: list[str], names: list[str]) -> list[str]:
+    def _listed(self, call: Call, partition: str, keys: list[str], names: list[str]) -> list[str]:
         """Those of `keys` that the controller lists as readable now."""
         if not keys:
             return []
-        return await self._readable(partition, keys, await super()._found(partition, keys), names)
+        return self._readable(call, partition, keys, super()._found(call, partition, keys), names)
 
-    async def _indexes(self, partition: str, meta: BatchMeta) -> dict[int, Any]:
+    def _indexes(self, call: Call, partition: str, meta: BatchMeta) -> dict[int, Any]:
         """The index cells of those rows of `meta` that have or had values, by global index."""
         if len(meta) == 0:
             return {}
         if OWNER in meta.field_names:
             cells = zip(meta.global_indexes, meta._custom_backend_meta, strict=True)
             return {index: row[OWNER] for index, row in cells}
-        return await self._all_indexes(partition)
+        return self._all_indexes(call, partition)
 
-    async def _all_indexes(self, partition: str) -> dict[int, Any]:
+    def _all_indexes(self, call: Call, partition: str) -> dict[int, Any]:
         """The index cells of the partition, also of rows that a clear has hidden and not removed."""
-        meta = await self._queue._get_partition_meta(partition)
+        request = ZMQRequestType.GET_PARTITION_META
+        answer = self._ask(call, request, ZMQRequestType.GET_PARTITION_META_RESPONSE, {"partition_id": partition})
+        meta = answer["metadata"]
         if not meta:
             return {}
         cells = zip(meta.global_indexes, meta._custom_backend_meta, strict=True)
         return {index: row[OWNER] for index, row in cells if OWNER in row}
 
 
-@asynccontextmanager
-async def _store_failures(site: CallSite) -> AsyncIterator[None]:
+@contextmanager
+def _store_failures(site: CallSite) -> Iterator[None]:
     """Failures of the store as errors that name the call."""
     try:
         yield

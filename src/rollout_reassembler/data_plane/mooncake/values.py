@@ -2,12 +2,11 @@
 
 The rows come as the queue's `BatchMeta`, whose backend metadata holds a cell for each column
 (`objects.py`), and in that of the owner column the index of the row's objects, for rows that had values.
-The store's calls block, so they run on a few threads.
+The store's calls block for as long as they like, so they run on a few threads of their own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from rollout_reassembler.data_plane.mooncake.objects import Names, RowIndex, pac
 from rollout_reassembler.data_plane.mooncake.store import MooncakeStore, StoreFailure
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
 from rollout_reassembler.data_plane.transfer_queue.rows import OWNER
+from rollout_reassembler.data_plane.transfer_queue.sockets import Call, Reply
 from rollout_reassembler.data_plane.transfer_queue.store import BackendMeta
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues
 
@@ -33,21 +33,24 @@ class MooncakeValues:
 
     def __init__(self, store: MooncakeStore) -> None:
         self.store = store
+        host, _, port = store.address.rpartition(":")
+        # Memory hosts come and go; a read that one does not answer says so itself.
+        self._master = Peer("the Mooncake master", host, int(port))
         self._names = Names()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooncake")
         self._running = 0
         self._counting = threading.Lock()
 
-    async def put(self, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
+    def put(self, call: Call, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
         """Write new objects beside those that the rows have; leaves none behind when it fails."""
         values = {name: column for name, column in columns.items() if name != OWNER}
         packed = [pack_row({name: values[name][row] for name in values}, self._names) for row in range(len(meta))]
         objects = [stored for row in packed for stored in row.objects]
         if objects:
             try:
-                await self._run(lambda: self.store.put(objects))
+                self._run(call, lambda: self.store.put(objects))
             except StoreFailure:
-                await self._remove_unused([stored.name for stored, _ in objects])
+                self._remove_unused(call, [stored.name for stored, _ in objects])
                 raise
         written: BackendMeta = {}
         for index, old, owner, row in zip(
@@ -57,35 +60,31 @@ class MooncakeValues:
             written[index] = {**row.cells, OWNER: before.overwritten(owner, row.cells).to_cell()}
         return written
 
-    async def forget(self, meta: Any, written: BackendMeta) -> None:
+    def forget(self, call: Call, meta: Any, written: BackendMeta) -> None:
         """Remove the objects that the put has replaced."""
         unused: set[str] = set()
         for index, old in zip(meta.global_indexes, meta._custom_backend_meta, strict=True):
             if OWNER in old:
                 unused |= RowIndex.of(old[OWNER]).names() - RowIndex.of(written[index][OWNER]).names()
-        await self._remove_unused(sorted(unused))
+        self._remove_unused(call, sorted(unused))
 
-    async def get(self, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+    def get(self, call: Call, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
         """One list of values a column; those of the owner column are in its cells."""
         cells = {name: [row[name] for row in meta._custom_backend_meta] for name in names}
         owner_cells = cells.pop(OWNER, None)
         parts = referred(cell for column in cells.values() for cell in column)
-        contents = await self._run(lambda: self.store.get(parts)) if parts else {}
+        contents = self._run(call, lambda: self.store.get(parts)) if parts else {}
         columns = {name: [unpack(cell, contents) for cell in column] for name, column in cells.items()}
         if owner_cells is not None:
             columns[OWNER] = [RowIndex.of(cell).owner for cell in owner_cells]
         return columns
 
-    async def clear(self, meta: Any) -> None:
-        """Remove all objects of these rows."""
+    def clear(self, call: Call, meta: Any, hidden: Reply) -> None:
+        """Remove all objects of these rows, once nobody finds them: without its objects a row looks lost."""
+        hidden.body()
         names = {name for row in meta._custom_backend_meta if OWNER in row for name in RowIndex.of(row[OWNER]).names()}
         if names:
-            await self._run(lambda: self.store.remove(sorted(names)))
-
-    def peers(self) -> list[Peer]:
-        """The master. Memory hosts come and go; a read that one does not answer says so itself."""
-        host, _, port = self.store.address.rpartition(":")
-        return [Peer("the Mooncake master", host, int(port))]
+            self._run(call, lambda: self.store.remove(sorted(names)))
 
     def close(self) -> None:
         """Disconnect, unless a call is still under way: then the end of the process does it."""
@@ -94,16 +93,16 @@ class MooncakeValues:
             if self._running == 0:
                 self.store.close()
 
-    async def _remove_unused(self, names: Sequence[str]) -> None:
+    def _remove_unused(self, call: Call, names: Sequence[str]) -> None:
         """Remove objects that nobody refers to. Where that fails they stay until the session ends."""
         if not names:
             return
         try:
-            await self._run(lambda: self.store.remove(names))
+            self._run(call, lambda: self.store.remove(names))
         except StoreFailure as failure:
             logger.warning("%d objects that nobody refers to stay in the store: %s", len(names), failure)
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    def _run(self, call: Call, work: Callable[[], T]) -> T:
         def counted() -> T:
             with self._counting:
                 self._running += 1
@@ -113,4 +112,4 @@ class MooncakeValues:
                 with self._counting:
                     self._running -= 1
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, counted)
+        return call.wait_for(self._threads.submit(counted), self._master)

@@ -11,37 +11,90 @@ have: a crash leaves the last checkpoint, under its name or under `<name>.old`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transfer_queue.client import AsyncTransferQueueClient
+from transfer_queue.utils.zmq_utils import ZMQRequestType
 
 from rollout_reassembler.data_plane.durable import mend, new_directory, put_in_place
-from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
+from rollout_reassembler.data_plane.transfer_queue.calls import Peer
+from rollout_reassembler.data_plane.transfer_queue.sockets import Call, all_bodies
 
 _METADATA = "metadata.json"
 _CONTROLLER = "controller_state.pkl"
+_UNITS = "simple_storage"
+_WHICH_UNIT = "storage_unit_info.json"
 
 
-async def save_queue(queue: AsyncTransferQueueClient, directory: Path, metadata: Mapping[str, Any]) -> None:
+def save_queue(
+    call: Call, controller: Peer, units: Sequence[Peer], directory: Path, metadata: Mapping[str, Any]
+) -> None:
     """Write a checkpoint, in place of the one that is there."""
     partial = new_directory(directory)
-    await queue.async_save_controller_checkpoint(str(partial / _CONTROLLER))
-    await queue.async_save_storage_checkpoint(str(partial))
+    save_controller(call, controller, partial / _CONTROLLER)
+    (partial / _UNITS).mkdir()
+    saved = [
+        call.send(
+            unit,
+            ZMQRequestType.SAVE_STORAGE_CHECKPOINT,
+            ZMQRequestType.SAVE_STORAGE_CHECKPOINT_RESPONSE,
+            {"path": str(partial / _UNITS / _unit_file(position, unit.id))},
+        )
+        for position, unit in enumerate(units)
+    ]
+    _require_success(call, all_bodies(saved))
+    which = [{"position": position, "storage_unit_id": unit.id} for position, unit in enumerate(units)]
+    (partial / _UNITS / _WHICH_UNIT).write_text(json.dumps(which))
     (partial / _METADATA).write_text(json.dumps({"storage_saved": True, "user_metadata": dict(metadata)}))
     put_in_place(partial, directory)
 
 
-async def load_queue(site: CallSite, queue: AsyncTransferQueueClient, directory: Path) -> dict[str, Any]:
+def load_queue(call: Call, controller: Peer, units: Sequence[Peer], directory: Path) -> dict[str, Any]:
     """Replace the queue's state with a checkpoint's; its metadata. Raises `DataPlaneError` when there is none."""
     mend(directory)
     if not (directory / _METADATA).is_file():
-        raise site.failed(f"no checkpoint of a queue at {directory}")
+        raise call.site.failed(f"no checkpoint of a queue at {directory}")
     content = json.loads((directory / _METADATA).read_text())
     if not content["storage_saved"]:
-        raise site.failed(f"the checkpoint at {directory} holds no values, only the controller's state")
-    await queue.async_load_storage_checkpoint(str(directory))
-    await queue.async_load_controller_checkpoint(str(directory / _CONTROLLER))
+        raise call.site.failed(f"the checkpoint at {directory} holds no values, only the controller's state")
+    which = json.loads((directory / _UNITS / _WHICH_UNIT).read_text())
+    if len(which) != len(units):
+        raise call.site.failed(f"the checkpoint is of {len(which)} storage units, the queue has {len(units)}")
+    loaded = [
+        call.send(
+            units[saved["position"]],
+            ZMQRequestType.LOAD_STORAGE_CHECKPOINT,
+            ZMQRequestType.LOAD_STORAGE_CHECKPOINT_RESPONSE,
+            {"path": str(directory / _UNITS / _unit_file(saved["position"], saved["storage_unit_id"]))},
+        )
+        for saved in which
+    ]
+    _require_success(call, all_bodies(loaded))
+    load_controller(call, controller, directory / _CONTROLLER)
     metadata: dict[str, Any] = content["user_metadata"]
     return metadata
+
+
+def save_controller(call: Call, controller: Peer, path: Path) -> None:
+    """Have the controller write its state to a file."""
+    request = ZMQRequestType.SAVE_CONTROLLER_CHECKPOINT
+    answer = call.ask(controller, request, ZMQRequestType.SAVE_CONTROLLER_CHECKPOINT_RESPONSE, {"path": str(path)})
+    _require_success(call, [answer])
+
+
+def load_controller(call: Call, controller: Peer, path: Path) -> None:
+    """Have the controller replace its state by that of a file."""
+    request = ZMQRequestType.LOAD_CONTROLLER_CHECKPOINT
+    answer = call.ask(controller, request, ZMQRequestType.LOAD_CONTROLLER_CHECKPOINT_RESPONSE, {"path": str(path)})
+    _require_success(call, [answer])
+
+
+def _unit_file(position: int, unit_id: str) -> str:
+    return f"su_{position}_{unit_id}.pkl"
+
+
+def _require_success(call: Call, answers: Sequence[Mapping[str, Any]]) -> None:
+    for answer in answers:
+        if not answer["success"]:
+            raise call.site.failed(f"the queue could not do it: {answer.get('message', 'it does not say why')}")

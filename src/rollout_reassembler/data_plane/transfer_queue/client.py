@@ -13,16 +13,16 @@ What to know beyond `base.py`:
   told first. So whoever starts a queue has it set many numbers aside: two clients may then write or clear
   one key at the same time, and no other row suffers, unless one of them is held up for as long as it
   takes to write that many rows. Two clients that tag one row at the same time may lose a tag.
-- Checks and encoding run in the caller's thread, the wire on the loop thread (`calls.py`).
+- A call runs in its caller's thread, with sockets of its own (`calls.py`); any number run at a time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,14 +43,13 @@ from rollout_reassembler.data_plane.columns import (
     selected_fields,
 )
 from rollout_reassembler.data_plane.config import DataPlaneConfig
-from rollout_reassembler.data_plane.transfer_queue.calls import BoundedCalls, CallSite
+from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
 from rollout_reassembler.data_plane.transfer_queue.environment import check_version, prepare_environment
 from rollout_reassembler.data_plane.transfer_queue.wire import from_queue, to_queue
 
 if TYPE_CHECKING:
     from rollout_reassembler.data_plane.transfer_queue.rows import QueueRows
-
-T = TypeVar("T")
+    from rollout_reassembler.data_plane.transfer_queue.sockets import Call
 
 _REGISTRY = "rollout_reassembler.partitions"
 _SCHEMA_TAG = "schema"
@@ -95,14 +94,11 @@ class TransferQueueDataPlane:
         self._rows = rows
         self._cells = cfg.cells
         self._deadlines = cfg.deadlines
-        self._calls = BoundedCalls(rows.peers)
-        # With slots of its own: writes that hang must not keep this process from saying that it is alive.
-        self._gate_calls = BoundedCalls(rows.peers)
-        self._gate = SharedGate(_GateRows(rows, self._gate_calls, cfg.deadlines.metadata))
+        self._gate = SharedGate(_GateRows(rows, cfg.deadlines.metadata))
         self._schemas: dict[str, dict[str, FieldSpec]] = {}
         if self._end_queue is not None:
-            site = CallSite("bootstrap")
-            self._run(site, self._deadlines.bootstrap, lambda: rows.set_numbers_aside(site, NUMBERS_SET_ASIDE))
+            with rows.sockets.call(CallSite("bootstrap"), self._deadlines.bootstrap) as call:
+                rows.set_numbers_aside(call, NUMBERS_SET_ASIDE)
 
     def register_partition(
         self,
@@ -117,10 +113,8 @@ class TransferQueueDataPlane:
         site = CallSite("register_partition", partition_id)
         if self._registered(site) is None:
             tags = [{_SCHEMA_TAG: _schema_to_json(schema)}]
-            with self._writing(site):
-                self._run(
-                    site, self._deadlines.metadata, lambda: self._rows.put(site, _REGISTRY, [partition_id], {}, tags)
-                )
+            with self._writing(site), self._call(site, self._deadlines.metadata) as call:
+                self._rows.put(call, _REGISTRY, [partition_id], {}, tags)
         # Read back, since another process may have registered it at the same time: all must agree with what stayed.
         existing = self._registered(site)
         if existing != schema:
@@ -147,8 +141,8 @@ class TransferQueueDataPlane:
         if not columns and new_tags is None:
             raise ValueError("a put writes columns, tags, or both; got neither")
         values = {name: to_queue(column, self._cells) for name, column in columns.items()}
-        with self._writing(site):
-            self._run(site, self._deadlines.write, lambda: self._rows.put(site, partition_id, keys, values, new_tags))
+        with self._writing(site), self._call(site, self._deadlines.write) as call:
+            self._rows.put(call, partition_id, keys, values, new_tags)
         return KVBatchMeta(partition_id=partition_id, sample_ids=keys, fields=list(columns) or None, tags=new_tags)
 
     def get_samples(
@@ -168,9 +162,8 @@ class TransferQueueDataPlane:
         names = selected_fields(select_fields, schema, partition_id)
         if not keys:
             return SampleBatch([], {name: from_queue([], schema[name])[0] for name in names})
-        read = self._run(
-            site, self._deadlines.read, lambda: self._rows.read(site, partition_id, keys, names, partial=partial)
-        )
+        with self._call(site, self._deadlines.read) as call:
+            read = self._rows.read(call, partition_id, keys, names, partial=partial)
         columns: dict[str, Any] = {}
         unreadable: set[int] = set()
         for name in names:
@@ -196,13 +189,15 @@ class TransferQueueDataPlane:
         self._schema(site)
         if not keys:
             return []
-        tags = self._run(site, self._deadlines.metadata, lambda: self._rows.tags(site, partition_id, keys))
+        with self._call(site, self._deadlines.metadata) as call:
+            tags = self._rows.tags(call, partition_id, keys)
         return [dict(tags[key]) if key in tags else None for key in sample_ids]
 
     def list_samples(self, partition_id: str) -> dict[str, Tags]:
         site = CallSite("list_samples", partition_id)
         self._schema(site)
-        return self._run(site, self._deadlines.metadata, lambda: self._rows.list_all(site, partition_id))
+        with self._call(site, self._deadlines.metadata) as call:
+            return self._rows.list_all(call, partition_id)
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         """As in `base.py`. `None` clears the rows that are there when the call begins."""
@@ -210,8 +205,8 @@ class TransferQueueDataPlane:
         site = CallSite("clear_samples", partition_id, keys)
         self._schema(site)
         if keys:
-            with self._writing(site):
-                self._run(site, self._deadlines.clear, lambda: self._rows.clear(site, partition_id, keys))
+            with self._writing(site), self._call(site, self._deadlines.clear) as call:
+                self._rows.clear(call, partition_id, keys)
 
     def claim_meta(
         self, partition_id: str, task_name: str, required_fields: Sequence[str], batch_size: int
@@ -220,12 +215,8 @@ class TransferQueueDataPlane:
         names = selected_fields(required_fields, self._schema(site), partition_id)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        with self._writing(site):
-            keys, tags = self._run(
-                site,
-                self._deadlines.metadata,
-                lambda: self._rows.claim(site, partition_id, task_name, names, batch_size),
-            )
+        with self._writing(site), self._call(site, self._deadlines.metadata) as call:
+            keys, tags = self._rows.claim(call, partition_id, task_name, names, batch_size)
         return KVBatchMeta(partition_id=partition_id, task_name=task_name, sample_ids=keys, fields=names, tags=tags)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> SampleBatch:
@@ -234,11 +225,8 @@ class TransferQueueDataPlane:
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         site = CallSite("check_consumption_status", partition_id)
         self._schema(site)
-        seconds = self._deadlines.metadata
-        return all(
-            self._run(site, seconds, lambda task=task: self._rows.is_consumed(site, partition_id, task))  # type: ignore[misc]
-            for task in task_names
-        )
+        with self._call(site, self._deadlines.metadata) as call:
+            return all(self._rows.is_consumed(call, partition_id, task) for task in task_names)
 
     def quiesce(self, deadline_s: float) -> AbstractContextManager[list[str]]:
         return self._gate.quiesced(deadline_s)
@@ -250,7 +238,8 @@ class TransferQueueDataPlane:
         must be on a file system that all of them share.
         """
         site, path = CallSite("save_checkpoint", directory), Path(directory).absolute()
-        self._run(site, self._deadlines.checkpoint, lambda: self._rows.save(site, path, metadata or {}))
+        with self._call(site, self._deadlines.checkpoint) as call:
+            self._rows.save(call, path, metadata or {})
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Replace what is in the queue. The files are pickles: load none that you did not write.
@@ -258,7 +247,8 @@ class TransferQueueDataPlane:
         Clients that know partitions from before keep their columns: let them reconnect.
         """
         site, path = CallSite("load_checkpoint", directory), Path(directory).absolute()
-        metadata = self._run(site, self._deadlines.checkpoint, lambda: self._rows.load(site, path))
+        with self._call(site, self._deadlines.checkpoint) as call:
+            metadata = self._rows.load(call, path)
         self._schemas.clear()
         self._gate.forget_restored()
         return metadata
@@ -266,14 +256,13 @@ class TransferQueueDataPlane:
     def close(self) -> None:
         """Drop this process's sockets; the client that started the queue also ends it, with all rows."""
         self._gate.close()
-        self._gate_calls.close(lambda: None, _CLOSE_SECONDS)
-        self._calls.close(self._rows.close, _CLOSE_SECONDS)
+        self._rows.close(_CLOSE_SECONDS)
         if self._end_queue is not None:
             self._end_queue(_CLOSE_SECONDS)
             self._end_queue = None
 
-    def _run(self, site: CallSite, seconds: float, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return self._calls.run(site, make, seconds)
+    def _call(self, site: CallSite, seconds: float) -> AbstractContextManager[Call]:
+        return self._rows.sockets.call(site, seconds)
 
     def _writing(self, site: CallSite) -> AbstractContextManager[None]:
         """Held while a write is under way; waits while the plane is quiesced."""
@@ -294,7 +283,8 @@ class TransferQueueDataPlane:
     def _registered(self, site: CallSite) -> dict[str, FieldSpec] | None:
         """What the queue says about the partition now."""
         key = site.partition
-        tags = self._run(site, self._deadlines.metadata, lambda: self._rows.tags(site, _REGISTRY, [key]))
+        with self._call(site, self._deadlines.metadata) as call:
+            tags = self._rows.tags(call, _REGISTRY, [key])
         encoded = tags.get(key, {}).get(_SCHEMA_TAG)
         return None if encoded is None else _schema_from_json(encoded)
 
@@ -302,26 +292,28 @@ class TransferQueueDataPlane:
 class _GateRows:
     """The rows behind the gate, by calls that do not pass it."""
 
-    def __init__(self, rows: QueueRows, calls: BoundedCalls, seconds: float) -> None:
+    def __init__(self, rows: QueueRows, seconds: float) -> None:
         self._rows = rows
-        self._calls = calls
         self._seconds = seconds
-        self._site = CallSite("quiesce", GATE_PARTITION)
 
     def put(self, key: str, tags: Tags) -> None:
-        self._run(lambda: self._rows.put(self._site, GATE_PARTITION, [key], {}, [tags]))
+        with self._call() as call:
+            self._rows.put(call, GATE_PARTITION, [key], {}, [tags])
 
     def get(self, key: str) -> Tags | None:
-        return self._run(lambda: self._rows.tags(self._site, GATE_PARTITION, [key])).get(key)
+        with self._call() as call:
+            return self._rows.tags(call, GATE_PARTITION, [key]).get(key)
 
     def list(self) -> dict[str, Tags]:
-        return self._run(lambda: self._rows.list_all(self._site, GATE_PARTITION))
+        with self._call() as call:
+            return self._rows.list_all(call, GATE_PARTITION)
 
     def clear(self, keys: Sequence[str]) -> None:
-        self._run(lambda: self._rows.clear(self._site, GATE_PARTITION, list(keys)))
+        with self._call() as call:
+            self._rows.clear(call, GATE_PARTITION, list(keys))
 
-    def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return self._calls.run(self._site, make, self._seconds)
+    def _call(self) -> AbstractContextManager[Call]:
+        return self._rows.sockets.call(CallSite("quiesce", GATE_PARTITION), self._seconds)
 
 
 def _schema_to_json(schema: Schema) -> str:

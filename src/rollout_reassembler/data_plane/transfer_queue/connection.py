@@ -10,20 +10,20 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
-from uuid import uuid4
 
 import ray
 import transfer_queue
 from omegaconf import OmegaConf
 from ray.exceptions import GetTimeoutError, RayError
 from transfer_queue import interface
-from transfer_queue.client import AsyncTransferQueueClient
 
-from rollout_reassembler.contract.errors import DataPlaneError
+from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer, run_blocking
 from rollout_reassembler.data_plane.transfer_queue.rows import QueueRows
+from rollout_reassembler.data_plane.transfer_queue.sockets import QueueSockets
 from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore
 
 CONTROLLER = "TransferQueueController"
@@ -75,7 +75,8 @@ def attach(cfg: DataPlaneConfig) -> QueueRows:
         raise _ATTACH.unavailable("Ray is not initialised here; call ray.init(address='auto') first")
     config = running_config(cfg.deadlines.connect)
     check_backend(config, _BACKEND)
-    return connect_sockets(config.controller.zmq_info, _BACKEND, config.backend[_BACKEND], cfg.deadlines.connect)
+    units = config.backend[_BACKEND].zmq_info
+    return connect_sockets(config.controller.zmq_info, units, cfg.deadlines.connect)
 
 
 def running_backend(seconds: float) -> str:
@@ -93,24 +94,30 @@ def check_backend(config: Any, wanted: str) -> None:
         raise _ATTACH.unavailable(f"the queue runs on {config.backend.storage_backend}, the config says {wanted}")
 
 
-def connect_sockets(controller_info: Any, backend: str, backend_config: Any, seconds: float) -> QueueRows:
-    """Connect to a controller and a store whose addresses are known. Needs no Ray.
+def connect_sockets(controller_info: Any, unit_infos: Mapping[str, Any], seconds: float) -> QueueRows:
+    """Connect to a controller and to storage units whose addresses are known. Needs no Ray.
 
     Raises `DataPlaneUnavailable` when the controller does not answer.
     """
-    controller = Peer("the queue's controller", controller_info.ip, controller_info.ports["request_handle_socket"])
+    units = [Peer("a storage unit", unit.ip, unit.ports["put_get_socket"], unit.id) for unit in unit_infos.values()]
+    rows = QueueRows(QueueSockets(), controller_peer(controller_info), SimpleStore(units))
+    greet_controller(rows, seconds)
+    return rows
 
-    def connect() -> AsyncTransferQueueClient:
-        queue = AsyncTransferQueueClient(f"reassembler_{os.getpid()}_{uuid4().hex[:8]}", controller_info)
-        queue.initialize_storage_manager(backend, backend_config)
-        return queue
 
+def controller_peer(info: Any) -> Peer:
+    """The controller that the queue's config tells of."""
+    return Peer("the queue's controller", info.ip, info.ports["request_handle_socket"], info.id)
+
+
+def greet_controller(rows: QueueRows, seconds: float) -> None:
+    """Ask the controller something, to know that it is there. Raises `DataPlaneUnavailable`."""
     try:
-        queue = run_blocking(_ATTACH, connect, seconds)
-    except TimeoutError as error:
-        raise _ATTACH.unavailable(f"{controller} does not answer: {error}") from error
-    store = SimpleStore(queue.storage_manager)
-    return QueueRows(queue, store, (controller, *store.peers()))
+        with rows.sockets.call(_ATTACH, seconds) as call:
+            rows.partitions(call)
+    except DataPlaneTimeout as error:
+        rows.close(seconds)
+        raise _ATTACH.unavailable(f"{rows.controller} does not answer", seconds) from error
 
 
 def end_queue(seconds: float) -> None:

@@ -28,16 +28,8 @@ def check_version() -> None:
 
 
 def prepare_environment(deadlines: Deadlines) -> None:
-    """Fit the queue's own waits into our deadlines; what the user has set stays.
-
-    Two tries of a storage unit and the question after them end before the shorter of the read and
-    write deadlines, so that the error which names the unit comes first.
-    """
-    budget = min(deadlines.read, deadlines.write)
+    """Fit the queue's own waits into our deadlines; what the user has set stays."""
     settings = {
-        "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT": max(1, int(0.35 * budget)),
-        "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS": 2,
-        "TQ_SIMPLE_STORAGE_PROBE_TIMEOUT": max(1, int(0.1 * budget)),
         "TQ_STORAGE_HANDSHAKE_TIMEOUT": max(1, int(0.5 * deadlines.connect)),
         # Whatever it logs below this level, this adapter raises.
         "TQ_LOGGING_LEVEL": "CRITICAL",

@@ -1,8 +1,8 @@
 """What one call does on the wire. Each step is a round trip, so each step is here for a reason.
 
-    put    1 number the keys (creates them)   2 values to the store   3 tags   4 tell the controller
+    put    1 number the keys (creates them)   2 values to the store   3 tags, and that the values are there
     get    1 number the keys                  2 values from the store
-    clear  1 number the keys   2 hide them from readers   3 drop the values   4 drop the numbers
+    clear  1 number the keys   2 hide them from readers, and drop the values   3 drop the numbers
     tags   1 number the keys (their tags come along)
 
 The controller numbers rows with *global indexes*, and hands an index out again once its row was
@@ -18,21 +18,19 @@ another one replaced is missing, never returned under the wrong key.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.utils.zmq_utils import ZMQRequestType
 
 from rollout_reassembler.data_plane.base import Tags
-from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer
+from rollout_reassembler.data_plane.transfer_queue.calls import Peer
 from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_queue, save_queue
-from rollout_reassembler.data_plane.transfer_queue.queue_errors import translated
-from rollout_reassembler.data_plane.transfer_queue.store import ValueStore
+from rollout_reassembler.data_plane.transfer_queue.sockets import Call, QueueSockets, Reply
+from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore, ValueStore
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, field_schema
 
 OWNER = "__owner__"
@@ -55,240 +53,262 @@ class RowsRead:
 
 
 class QueueRows:
-    """The rows of one queue, over this process's sockets. Its coroutines run on the loop of `calls.py`, in a task each.
+    """The rows of one queue, over this process's sockets. What it does, it does within a `Call` of theirs."""
 
-    `peers` are the processes that it talks to.
-    """
-
-    def __init__(self, queue: AsyncTransferQueueClient, store: ValueStore, peers: Sequence[Peer]) -> None:
-        self.peers = tuple(peers)
-        self._queue = queue
+    def __init__(self, sockets: QueueSockets, controller: Peer, store: ValueStore) -> None:
+        self.sockets = sockets
+        self.controller = controller
         self._store = store
 
-    async def put(
+    def put(
         self,
-        site: CallSite,
+        call: Call,
         partition: str,
         keys: list[str],
         columns: Mapping[str, QueueValues],
         tags: Sequence[Tags] | None,
     ) -> None:
-        """Write columns, set tags, then make the columns readable: who can read or claim a row has its tags."""
-        async with translated(site):
-            meta = await self._numbered(partition, keys, with_values=bool(columns))
-            if len(meta) != len(keys):
-                raise site.failed(f"the controller numbered {len(meta)} of {len(keys)} rows")
-            owned = {**columns, OWNER: _owners(partition, keys)} if columns else {}
-            backend_meta = await self._store.put(meta, owned) if owned else {}
-            if tags is not None:
-                await self._set_tags(partition, meta, tags)
-            if owned:
-                await self._announce(site, partition, meta.global_indexes, owned, backend_meta)
-                await self._store.forget(meta, backend_meta)
+        """Write columns, set tags, then make the columns readable: who can read or claim a row has its tags.
 
-    async def read(
-        self, site: CallSite, partition: str, keys: list[str], names: list[str], *, partial: bool
-    ) -> RowsRead:
+        The controller serves what comes down one socket in its order, so the last two take one round trip.
+        """
+        meta = self._numbered(call, partition, keys, with_values=bool(columns))
+        if len(meta) != len(keys):
+            raise call.site.failed(f"the controller numbered {len(meta)} of {len(keys)} rows")
+        owned = {**columns, OWNER: _owners(partition, keys)} if columns else {}
+        backend_meta = self._store.put(call, meta, owned) if owned else {}
+        tagged = self._send_tags(call, partition, meta, tags) if tags is not None else None
+        announced = self._announce(call, partition, meta.global_indexes, owned, backend_meta) if owned else None
+        if tagged is not None:
+            tagged.body()
+        if announced is not None:
+            if not announced.body()["success"]:
+                raise call.site.failed(
+                    "the controller refused the columns: their types do not fit those of earlier rows"
+                )
+            self._store.forget(call, meta, backend_meta)
+
+    def read(self, call: Call, partition: str, keys: list[str], names: list[str], *, partial: bool) -> RowsRead:
         """The columns of the keys that can be read (each named once), in their order.
 
         Without `partial` the answer to a read with missing rows holds no columns.
         """
-        async with translated(site):
-            wanted, suspects, owned = keys, set[str](), [*names, OWNER]
-            for _ in range(_READ_ATTEMPTS):
-                if not wanted or (len(wanted) < len(keys) and not partial):
-                    return RowsRead([], {name: [] for name in names}, _without(keys, wanted))
-                meta = await self._queue.async_kv_retrieve_meta(wanted, partition)
-                if len(meta) < len(wanted) or not set(owned) <= set(meta.field_names):
-                    wanted = await self._readable(partition, wanted, meta, owned)
-                    continue
-                try:
-                    columns = await self._store.get(meta, owned)
-                except KeyError:
-                    wanted = await self._held(wanted, meta, owned)
-                    continue
-                owners = zip(wanted, columns.pop(OWNER), _owners(partition, wanted), strict=True)
-                replaced = {key for key, owner, expected in owners if owner != expected}
-                if not replaced:
-                    return RowsRead(wanted, columns, _without(keys, wanted))
-                # Most likely cleared a moment ago: the controller is asked anew, and believed once.
-                wanted = [key for key in wanted if key not in replaced & suspects]
-                suspects |= replaced
-            raise site.failed("rows kept being written or cleared while they were read; read again")
+        wanted, suspects, owned = keys, set[str](), [*names, OWNER]
+        for _ in range(_READ_ATTEMPTS):
+            if not wanted or (len(wanted) < len(keys) and not partial):
+                return RowsRead([], {name: [] for name in names}, _without(keys, wanted))
+            meta = self._meta_of(call, partition, wanted)
+            if len(meta) < len(wanted) or not set(owned) <= set(meta.field_names):
+                wanted = self._readable(call, partition, wanted, meta, owned)
+                continue
+            try:
+                columns = self._store.get(call, meta, owned)
+            except KeyError:
+                wanted = self._held(call, wanted, meta, owned)
+                continue
+            owners = zip(wanted, columns.pop(OWNER), _owners(partition, wanted), strict=True)
+            replaced = {key for key, owner, expected in owners if owner != expected}
+            if not replaced:
+                return RowsRead(wanted, columns, _without(keys, wanted))
+            # Most likely cleared a moment ago: the controller is asked anew, and believed once.
+            wanted = [key for key in wanted if key not in replaced & suspects]
+            suspects |= replaced
+        raise call.site.failed("rows kept being written or cleared while they were read; read again")
 
-    async def tags(self, site: CallSite, partition: str, keys: list[str]) -> dict[str, Tags]:
+    def tags(self, call: Call, partition: str, keys: list[str]) -> dict[str, Tags]:
         """The tags of those keys (each named once) that are there."""
-        async with translated(site):
-            meta = await self._queue.async_kv_retrieve_meta(keys, partition)
-            if len(meta) == len(keys):
-                return dict(zip(keys, meta.custom_meta, strict=True))
-            known = await self._keys_of(partition, meta)
-            return {key: tags for key, tags in zip(known, meta.custom_meta, strict=True) if key is not None}
+        meta = self._meta_of(call, partition, keys)
+        if len(meta) == len(keys):
+            return dict(zip(keys, meta.custom_meta, strict=True))
+        known = self._keys_of(call, partition, meta)
+        return {key: tags for key, tags in zip(known, meta.custom_meta, strict=True) if key is not None}
 
-    async def list_all(self, site: CallSite, partition: str) -> dict[str, Tags]:
+    def list_all(self, call: Call, partition: str) -> dict[str, Tags]:
         """All keys of the partition with their tags."""
-        async with translated(site):
-            listed = await self._queue.async_kv_list(partition)
-            tags: dict[str, Tags] = listed.get(partition, {})
-            return tags
+        answer = self._ask(call, ZMQRequestType.KV_LIST, ZMQRequestType.KV_LIST_RESPONSE, {"partition_id": partition})
+        tags: dict[str, Tags] = answer["partition_info"].get(partition, {})
+        return tags
 
-    async def clear(self, site: CallSite, partition: str, keys: list[str]) -> None:
+    def partitions(self, call: Call) -> list[str]:
+        """The ids of all partitions. Any controller that is there answers this."""
+        request = ZMQRequestType.GET_LIST_PARTITIONS
+        ids: list[str] = self._ask(call, request, ZMQRequestType.LIST_PARTITIONS_RESPONSE, {})["partition_ids"]
+        return ids
+
+    def clear(self, call: Call, partition: str, keys: list[str]) -> None:
         """Drop the rows of those keys that are there.
 
         When a storage unit does not answer, the numbers stay, so that the same clear can be tried
         again; the rows are hidden from readers by then.
         """
-        async with translated(site):
-            meta = await self._found(partition, keys)
-            if len(meta) == 0:
-                return
-            await self._queue._mark_clearing_in_controller(meta)
-            await self._store.clear(meta)
-            await self._queue._clear_meta_in_controller(meta)
+        meta = self._found(call, partition, keys)
+        if len(meta) == 0:
+            return
+        rows = {"global_indexes": meta.global_indexes, "partition_ids": meta.partition_ids}
+        hidden = self._send(call, ZMQRequestType.MARK_CLEARING, ZMQRequestType.MARK_CLEARING_RESPONSE, rows)
+        self._store.clear(call, meta, hidden)
+        self._ask(call, ZMQRequestType.CLEAR_META, ZMQRequestType.CLEAR_META_RESPONSE, rows)
 
-    async def claim(
-        self, site: CallSite, partition: str, task: str, names: list[str], limit: int
+    def claim(
+        self, call: Call, partition: str, task: str, names: list[str], limit: int
     ) -> tuple[list[str], list[Tags]]:
         """Up to `limit` rows that hold these columns and that the task has not had, as keys and tags.
 
         Asking the controller for more rows than there are either fails or stops it for seconds,
         depending on who started it. So what is there is counted first.
         """
-        async with translated(site):
-            ready = await self._count_ready(partition, task, names)
-            if ready == 0:
-                return [], []
-            meta = await self._queue.async_get_meta(names, min(limit, ready), partition, task_name=task)
-            if len(meta) == 0:
-                return [], []
-            keys = await self._queue.async_kv_retrieve_keys(meta.global_indexes, partition)
-            claimed = [(key, tags) for key, tags in zip(keys, meta.custom_meta, strict=True) if key is not None]
-            return [key for key, _ in claimed], [tags for _, tags in claimed]
+        ready = self._count_ready(call, partition, task, names)
+        if ready == 0:
+            return [], []
+        question = {
+            "data_fields": names,
+            "batch_size": min(limit, ready),
+            "partition_id": partition,
+            "mode": "fetch",
+            "task_name": task,
+            "sampling_config": None,
+        }
+        answer = self._ask(call, ZMQRequestType.GET_META, ZMQRequestType.GET_META_RESPONSE, question)
+        meta: BatchMeta = answer["metadata"]
+        keys = self._keys_of(call, partition, meta)
+        claimed = [(key, tags) for key, tags in zip(keys, meta.custom_meta, strict=True) if key is not None]
+        return [key for key, _ in claimed], [tags for _, tags in claimed]
 
-    async def is_consumed(self, site: CallSite, partition: str, task: str) -> bool:
+    def is_consumed(self, call: Call, partition: str, task: str) -> bool:
         """Whether the task has claimed every row that is there; true when there is none."""
-        async with translated(site):
-            _, status = await self._queue.async_get_consumption_status(task, partition)
-            return status is None or bool((status == 1).all())
+        _, status = self._consumption(call, partition, task)
+        return status is None or bool((status == 1).all())
 
-    async def save(self, site: CallSite, directory: Path, metadata: Mapping[str, Any]) -> None:
+    def save(self, call: Call, directory: Path, metadata: Mapping[str, Any]) -> None:
         """Write a checkpoint of the whole queue."""
-        async with translated(site):
-            await save_queue(self._queue, directory, metadata)
+        save_queue(call, self.controller, self._units(), directory, metadata)
 
-    async def load(self, site: CallSite, directory: Path) -> dict[str, Any]:
+    def load(self, call: Call, directory: Path) -> dict[str, Any]:
         """Replace the whole queue with a checkpoint; its metadata."""
-        async with translated(site):
-            return await load_queue(site, self._queue, directory)
+        return load_queue(call, self.controller, self._units(), directory)
 
-    async def set_numbers_aside(self, site: CallSite, count: int) -> None:
+    def set_numbers_aside(self, call: Call, count: int) -> None:
         """Have the controller hand out this many other numbers before one that is freed comes back.
 
         It gives freed numbers to new rows, the longest free ones first; of a new queue none is free. A call
         that numbered its rows and is then held up would meet other rows under them soon.
         """
-        async with translated(site):
-            for start in range(0, count, _SET_ASIDE_AT_ONCE):
-                keys = [str(number) for number in range(start, min(start + _SET_ASIDE_AT_ONCE, count))]
-                await self._queue.async_kv_retrieve_meta(keys, _SET_ASIDE, create=True)
-            await self._queue._clear_partition_in_controller(_SET_ASIDE)
+        for start in range(0, count, _SET_ASIDE_AT_ONCE):
+            keys = [str(number) for number in range(start, min(start + _SET_ASIDE_AT_ONCE, count))]
+            self._meta_of(call, _SET_ASIDE, keys, create=True)
+        request = ZMQRequestType.CLEAR_PARTITION
+        self._ask(call, request, ZMQRequestType.CLEAR_PARTITION_RESPONSE, {"partition_id": _SET_ASIDE})
 
-    def close(self) -> None:
-        """Close this process's sockets. On the loop thread, which they belong to, once no call is under way."""
-        self._queue.close()
+    def close(self, seconds: float) -> None:
+        """Close this process's sockets; calls that are under way end with an error."""
+        self.sockets.close(seconds)
 
-    async def _numbered(self, partition: str, keys: list[str], *, with_values: bool) -> BatchMeta:
+    def _numbered(self, call: Call, partition: str, keys: list[str], *, with_values: bool) -> BatchMeta:
         """What a put is told of its rows, which are there from here on."""
-        return await self._queue.async_kv_retrieve_meta(keys, partition, create=True)
+        return self._meta_of(call, partition, keys, create=True)
 
-    async def _found(self, partition: str, keys: list[str]) -> BatchMeta:
+    def _found(self, call: Call, partition: str, keys: list[str]) -> BatchMeta:
         """What a clear is told of those rows that are there."""
-        return await self._queue.async_kv_retrieve_meta(keys, partition)
+        return self._meta_of(call, partition, keys)
 
-    async def _announce(
+    def _meta_of(self, call: Call, partition: str, keys: list[str], *, create: bool = False) -> BatchMeta:
+        """Numbers, tags and common columns of those rows that are there, or of all once they are created."""
+        question = {"keys": keys, "partition_id": partition, "create": create}
+        request = ZMQRequestType.KV_RETRIEVE_META
+        return self._ask(call, request, ZMQRequestType.KV_RETRIEVE_META_RESPONSE, question)["metadata"]
+
+    def _announce(
         self,
-        site: CallSite,
+        call: Call,
         partition: str,
         global_indexes: list[int],
         columns: Mapping[str, QueueValues],
         backend_meta: Mapping[int, Any],
-    ) -> None:
+    ) -> Reply:
         """Tell the controller that the values are stored; rows are readable from here on.
 
         The queue's own client only logs when this fails, and its put then looks like a success.
         """
         schema = {name: field_schema(values, global_indexes) for name, values in columns.items()}
-        answer = await self._ask(
-            ZMQRequestType.NOTIFY_DATA_UPDATE,
-            ZMQRequestType.NOTIFY_DATA_UPDATE_ACK,
-            {
-                "partition_id": partition,
-                "global_indexes": global_indexes,
-                "field_schema": schema,
-                "custom_backend_meta": dict(backend_meta),
-            },
-        )
-        if not answer["success"]:
-            raise site.failed("the controller refused the columns: their types do not fit those of earlier rows")
+        news = {
+            "partition_id": partition,
+            "global_indexes": global_indexes,
+            "field_schema": schema,
+            "custom_backend_meta": dict(backend_meta),
+        }
+        return self._send(call, ZMQRequestType.NOTIFY_DATA_UPDATE, ZMQRequestType.NOTIFY_DATA_UPDATE_ACK, news)
 
-    async def _set_tags(self, partition: str, meta: BatchMeta, tags: Sequence[Tags]) -> None:
+    def _send_tags(self, call: Call, partition: str, meta: BatchMeta, tags: Sequence[Tags]) -> Reply:
         """Merge into the tags that came with `meta`. Two clients that tag one row at a time may lose a tag."""
         merged = {
             index: {**old, **new} for index, old, new in zip(meta.global_indexes, meta.custom_meta, tags, strict=True)
         }
-        await self._ask(
-            ZMQRequestType.SET_CUSTOM_META,
-            ZMQRequestType.SET_CUSTOM_META_RESPONSE,
-            {"partition_custom_meta": {partition: merged}},
-        )
+        news = {"partition_custom_meta": {partition: merged}}
+        return self._send(call, ZMQRequestType.SET_CUSTOM_META, ZMQRequestType.SET_CUSTOM_META_RESPONSE, news)
 
-    async def _ask(self, request: ZMQRequestType, response: ZMQRequestType, body: dict[str, Any]) -> dict[str, Any]:
+    def _send(self, call: Call, request: ZMQRequestType, expected: ZMQRequestType, body: dict[str, Any]) -> Reply:
+        return call.send(self.controller, request, expected, body)
+
+    def _ask(
+        self, call: Call, request: ZMQRequestType, expected: ZMQRequestType, body: dict[str, Any]
+    ) -> dict[str, Any]:
         """One round trip to the controller; the body of its answer."""
-        async with self._queue.controller_rpc_pool.alease(self._queue._controller) as socket:
-            message = await self._queue._request_controller(socket, request, response, body)
-            answer: dict[str, Any] = message.body
-            return answer
+        return call.ask(self.controller, request, expected, body)
 
-    async def _keys_of(self, partition: str, meta: BatchMeta) -> list[str | None]:
+    def _units(self) -> Sequence[Peer]:
+        assert isinstance(self._store, SimpleStore), "other stores have checkpoints of their own"
+        return self._store.units
+
+    def _keys_of(self, call: Call, partition: str, meta: BatchMeta) -> list[str | None]:
         """The key of each row of `meta`; `None` for one that was cleared meanwhile."""
         if len(meta) == 0:
             return []
-        keys: list[str | None] = await self._queue.async_kv_retrieve_keys(meta.global_indexes, partition)
+        question = {"global_indexes": meta.global_indexes, "partition_id": partition}
+        answer = self._ask(call, ZMQRequestType.KV_RETRIEVE_KEYS, ZMQRequestType.KV_RETRIEVE_KEYS_RESPONSE, question)
+        keys: list[str | None] = answer["keys"]
         return keys
 
-    async def _readable(self, partition: str, wanted: list[str], meta: BatchMeta, names: list[str]) -> list[str]:
+    def _readable(self, call: Call, partition: str, wanted: list[str], meta: BatchMeta, names: list[str]) -> list[str]:
         """Those of `wanted` whose every column was announced: neither unknown, nor half written, nor being cleared."""
-        keys = await self._keys_of(partition, meta)
-        produced = await self._produced(partition, names)
+        keys = self._keys_of(call, partition, meta)
+        produced = self._produced(call, partition, names)
         readable = {key for key, index in zip(keys, meta.global_indexes, strict=True) if index in produced}
         return [key for key in wanted if key in readable]
 
-    async def _held(self, wanted: list[str], meta: BatchMeta, names: list[str]) -> list[str]:
-        """Those of `wanted` that the store really holds, found row by row. For rows that it lost."""
+    def _held(self, call: Call, wanted: list[str], meta: BatchMeta, names: list[str]) -> list[str]:
+        """Those of `wanted` that the store really holds, found by halves. For rows that it lost."""
 
-        async def is_held(position: int) -> bool:
+        def held(positions: list[int]) -> list[int]:
             try:
-                await self._store.get(meta.select_samples([position]), names)
+                self._store.get(call, meta.select_samples(positions), names)
             except KeyError:
-                return False
-            return True
+                middle = len(positions) // 2
+                return [*held(positions[:middle]), *held(positions[middle:])] if middle else []
+            return positions
 
-        held = await asyncio.gather(*(is_held(position) for position in range(len(wanted))))
-        return [key for key, is_there in zip(wanted, held, strict=True) if is_there]
+        return [wanted[position] for position in held(list(range(len(wanted))))]
 
-    async def _produced(self, partition: str, names: list[str]) -> set[int]:
+    def _produced(self, call: Call, partition: str, names: list[str]) -> set[int]:
         """The global indexes of all rows of the partition that hold these columns."""
-        indexes, status = await self._queue.async_get_production_status(names, partition)
+        question = {"partition_id": partition, "data_fields": names}
+        answer = self._ask(call, ZMQRequestType.GET_PRODUCTION, ZMQRequestType.PRODUCTION_RESPONSE, question)
+        indexes, status = answer["global_index"], answer["production_status"]
         if indexes is None or status is None:
             return set()
         return set(indexes[(status == 1).all(dim=1)].tolist())
 
-    async def _count_ready(self, partition: str, task: str, names: list[str]) -> int:
-        produced = await self._produced(partition, names)
-        indexes, status = await self._queue.async_get_consumption_status(task, partition)
+    def _count_ready(self, call: Call, partition: str, task: str, names: list[str]) -> int:
+        produced = self._produced(call, partition, names)
+        indexes, status = self._consumption(call, partition, task)
         if indexes is None or status is None:
             return 0
         return len(produced.difference(indexes[status == 1].tolist()))
+
+    def _consumption(self, call: Call, partition: str, task: str) -> tuple[Any, Any]:
+        """The global indexes of the partition's rows, and which of them the task has claimed (1)."""
+        question = {"partition_id": partition, "task_name": task}
+        answer = self._ask(call, ZMQRequestType.GET_CONSUMPTION, ZMQRequestType.CONSUMPTION_RESPONSE, question)
+        return answer["global_index"], answer["consumption_status"]
 
 
 def _owners(partition: str, keys: Sequence[str]) -> list[bytes]:

@@ -8,99 +8,104 @@ container (half of the time of a call), and swallow the error of a clear.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from functools import partial
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from transfer_queue.storage.simple_storage import KEY_NOT_FOUND_MARKER
+from transfer_queue.utils.zmq_utils import ZMQRequestType
+
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
+from rollout_reassembler.data_plane.transfer_queue.sockets import Call, Refusal, Reply, all_bodies
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues
 
 BackendMeta = dict[int, dict[str, Any]]
 """What a store wants kept with each row, by global index and column; empty for storage units."""
 
-
-_NO_SUCH_FIELD = "not found. Available"
-"""In the answer of a unit that never held the column; for a row it lacks there is a `KeyError`."""
+_NOT_THERE = (KEY_NOT_FOUND_MARKER, "not found. Available")
+"""In the refusal of a unit that lacks the row, and of one that never held the column."""
 
 
 class ValueStore(Protocol):
     """Values by global index. `meta` is the queue's `BatchMeta` of the rows, in the caller's order."""
 
-    async def put(self, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
+    def put(self, call: Call, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
         """Write the columns of these rows; returns when they are stored."""
 
-    async def forget(self, meta: Any, written: BackendMeta) -> None:
+    def forget(self, call: Call, meta: Any, written: BackendMeta) -> None:
         """Drop what the rows held before, now that readers know the new values. Never fails the put."""
 
-    async def get(self, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+    def get(self, call: Call, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
         """One list of values a column, in the order of `meta`. Raises `KeyError` when any row lacks one."""
 
-    async def clear(self, meta: Any) -> None:
-        """Drop all columns of these rows; raises when a part of the store does not answer."""
+    def clear(self, call: Call, meta: Any, hidden: Reply) -> None:
+        """Drop all columns of these rows; raises when a part of the store does not answer.
 
-    def peers(self) -> list[Peer]:
-        """The processes that hold the values, for the watch on calls that wait."""
+        `hidden` is the controller's word, still to be taken, that readers do not find the rows any more.
+        """
 
 
 class SimpleStore:
     """Values in TransferQueue's storage units, each row in the unit `global index % units`."""
 
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
+    def __init__(self, units: Sequence[Peer]) -> None:
+        self.units = tuple(units)
 
-    async def put(self, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
-        requests = []
-        for unit, group in self._manager._group_by_hash(meta.global_indexes).items():
-            part = {name: _picked(values, group.batch_positions) for name, values in columns.items()}
-            send = partial(
-                self._manager._put_to_single_storage_unit, group.global_indexes, part, target_storage_unit=unit
-            )
-            requests.append(self._manager._request_with_retry("put", unit, f"{len(meta)} rows", send))
-        await _all_of(requests)
+    def put(self, call: Call, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
+        replies = []
+        for unit, indexes, positions in self._by_unit(meta):
+            part = {name: _picked(values, positions) for name, values in columns.items()}
+            body = {"global_indexes": indexes, "data": part, "data_parser": None}
+            replies.append(call.send(unit, ZMQRequestType.PUT_DATA, ZMQRequestType.PUT_DATA_RESPONSE, body))
+        all_bodies(replies)
         return {}
 
-    async def forget(self, meta: Any, written: BackendMeta) -> None:
+    def forget(self, call: Call, meta: Any, written: BackendMeta) -> None:
         """Nothing: a unit overwrites in place."""
 
-    async def get(self, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
-        groups = self._manager._group_by_hash(meta.global_indexes)
-        requests = []
-        for unit, group in groups.items():
-            ask = partial(
-                self._manager._get_from_single_storage_unit, group.global_indexes, names, target_storage_unit=unit
+    def get(self, call: Call, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
+        parts = self._by_unit(meta)
+        replies = [
+            call.send(
+                unit,
+                ZMQRequestType.GET_DATA,
+                ZMQRequestType.GET_DATA_RESPONSE,
+                {"global_indexes": indexes, "fields": list(names)},
             )
-            requests.append(self._manager._request_with_retry("get", unit, f"{len(meta)} rows", ask))
+            for unit, indexes, _ in parts
+        ]
         try:
-            answers = await _all_of(requests)
-        except RuntimeError as error:
-            if _NO_SUCH_FIELD in str(error):
-                raise KeyError(str(error)) from error
+            bodies = all_bodies(replies)
+        except Refusal as refusal:
+            if any(sign in str(refusal) for sign in _NOT_THERE):
+                raise KeyError(str(refusal)) from refusal
             raise
+        if len(parts) == 1:
+            return dict(bodies[0]["data"])
         columns: dict[str, list[Any]] = {name: [None] * len(meta) for name in names}
-        for group, (_, values) in zip(groups.values(), answers, strict=True):
+        for (_, _, positions), body in zip(parts, bodies, strict=True):
             for name in names:
-                for position, value in zip(group.batch_positions, values[name], strict=True):
+                for position, value in zip(positions, body["data"][name], strict=True):
                     columns[name][position] = value
         return columns
 
-    async def clear(self, meta: Any) -> None:
-        groups = self._manager._group_by_hash(meta.global_indexes)
-        clear = self._manager._clear_single_storage_unit
-        await _all_of([clear(group.global_indexes, target_storage_unit=unit) for unit, group in groups.items()])
+    def clear(self, call: Call, meta: Any, hidden: Reply) -> None:
+        """At the same time as the controller hides the rows: a read of a row that a unit lacks asks it again."""
+        dropped = [
+            call.send(unit, ZMQRequestType.CLEAR_DATA, ZMQRequestType.CLEAR_DATA_RESPONSE, {"global_indexes": indexes})
+            for unit, indexes, _ in self._by_unit(meta)
+        ]
+        all_bodies([hidden, *dropped])
 
-    def peers(self) -> list[Peer]:
-        units = self._manager.storage_unit_infos.values()
-        return [Peer("a storage unit", unit.ip, unit.ports["put_get_socket"]) for unit in units]
-
-
-async def _all_of(requests: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """All answers, or the first error once every request has ended: none may take effect behind the call's back."""
-    answers = await asyncio.gather(*requests, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return answers
+    def _by_unit(self, meta: Any) -> list[tuple[Peer, list[int], list[int]]]:
+        """The units that hold these rows, each with their global indexes and their positions in `meta`."""
+        indexes: dict[Peer, list[int]] = defaultdict(list)
+        positions: dict[Peer, list[int]] = defaultdict(list)
+        for position, index in enumerate(meta.global_indexes):
+            unit = self.units[index % len(self.units)]
+            indexes[unit].append(index)
+            positions[unit].append(position)
+        return [(unit, indexes[unit], positions[unit]) for unit in indexes]
 
 
 def _picked(values: QueueValues, positions: Sequence[int]) -> QueueValues:
