@@ -339,7 +339,7 @@ def test_rule_6_a_plane_that_fails_raises_names_the_group_and_leaves_staging(kin
     assert finalize(plane, rollouts, group_id="g/7").valid_row_count == 2
 
 
-@pytest.mark.parametrize("step", ["verify_and_linearize", "canonical_columns", "group_metrics", "prove_call"])
+@pytest.mark.parametrize("step", ["prove_rollout", "canonical_columns", "group_metrics", "publishable_reward"])
 def test_rule_6_a_programming_error_raises_names_the_group_and_leaves_staging(step, monkeypatch):
     plane, rollouts = staged_group(2)
     before = whole_plane(plane)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_reassembler.contract.errors import InvalidStagedCall
-from rollout_reassembler.contract.records import StagedCall
-from rollout_reassembler.staging.codec import NO_ROUTES, PackedCall, RouteShape, pack_call, unpack_call
+from rollout_reassembler.contract.records import CallRecord, StagedCall
+from rollout_reassembler.staging.codec import NO_ROUTES, PackedCall, RouteShape, pack_call, unpack_call, unpack_listed
 from tests.captures import MadeRollout, chain
 from tests.contract.strategies import few, wire_rollouts
 from tests.staging.unchecked import HEADER_BYTES, packed_unchecked, preimage_of, resigned, signed
@@ -45,6 +45,39 @@ def test_a_call_survives_packing(rollout):
                 assert getattr(packed, name).tolist() == getattr(call, name).tolist()
             elif not name.endswith("_version") or name == "weight_version":
                 assert getattr(packed, name) == getattr(call, name)
+
+
+@few
+@given(wire_rollouts(), st.sampled_from([NO_ROUTES, RouteShape(5, 48, 8), RouteShape(2, 3, 1, boundary=True)]))
+def test_listed_calls_are_those_that_unpacking_gives(rollout, routes):
+    calls = [StagedCall.model_validate({**staged, "extras": None}) for staged in rollout.staged]
+    values = [pack_call(call, routes) for call in calls]
+    records = [CallRecord.of(call, response_id="chatcmpl") for call in calls]
+    assert unpack_listed(values, calls[0].rollout_id, records) == [unpack_call(value) for value in values]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: 7} for name in ("weight_version", "prev_len", "delta_len", "cum_len")),
+        *({name: "ab" * 32} for name in ("digest", "extras_digest", "chain_hash", "cumulative_hash")),
+        *({"model_call_id": "c9"}, {"parent_call_id": "c9"}, {"parent_call_id": None}),
+    ],
+    ids=str,
+)
+def test_a_value_that_is_not_what_its_record_says_is_not_listed(change):
+    call = child()
+    record = CallRecord.of(call, response_id="chatcmpl").model_copy(update=change)
+    assert unpack_listed([pack_call(call)], "r", [record]) is None
+    assert unpack_listed([pack_call(call)], "r2", [CallRecord.of(call, response_id="chatcmpl")]) is None
+
+
+def test_one_value_that_is_not_listed_takes_all_to_the_exact_look():
+    calls = chain("r", 3).calls
+    values, records = [pack_call(c) for c in calls], [CallRecord.of(c, response_id="chatcmpl") for c in calls]
+    assert unpack_listed([values[0], values[0], values[2]], "r", records) is None
+    for broken in (b"", values[1][:40], values[1] + b"x", b"X" + values[1][1:], values[1][:-1]):
+        assert unpack_listed([values[0], broken, values[2]], "r", records) is None
 
 
 @few
@@ -88,14 +121,14 @@ def test_columns_are_views_into_the_value():
         assert column.base is value
         assert np.shares_memory(column, raw)
         assert not column.flags.writeable
-    assert np.shares_memory(np.frombuffer(packed.encoded_token_ids, np.uint8), raw)
+    assert np.shares_memory(np.frombuffer(packed.encoded()[0], np.uint8), raw)
     assert packed.value is value
 
 
 def test_encoded_tokens_are_the_count_and_the_tokens():
     packed = unpack_call(pack_call(child()))
     expected = struct.pack(">6Q", 5, *child().token_ids_delta.tolist())
-    assert bytes(packed.encoded_token_ids) == expected
+    assert bytes(packed.encoded()[0]) == expected
 
 
 def test_the_header_is_as_documented():

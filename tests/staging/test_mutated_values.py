@@ -11,7 +11,8 @@ from contextlib import suppress
 import numpy as np
 
 from rollout_reassembler.contract.errors import InvalidStagedCall
-from rollout_reassembler.staging.codec import pack_call, unpack_call
+from rollout_reassembler.contract.records import CallRecord
+from rollout_reassembler.staging.codec import pack_call, unpack_call, unpack_listed
 from tests.captures import MadeRollout, chain
 from tests.staging.unchecked import HEADER_BYTES, signed
 
@@ -44,9 +45,10 @@ def mutated(rng: np.random.Generator, value: bytes, other: bytes) -> bytes:
 
 def test_mutated_values_give_a_call_or_a_typed_error_within_a_second():
     rng = np.random.default_rng(20)
-    values = [pack_call(call) for call in chain("r", 3).calls]
     made = MadeRollout("группа/0")
-    values.append(pack_call(made.call(range(200), range(300), call_id="é" * 40)))
+    calls = [*chain("r", 3).calls, made.call(range(200), range(300), call_id="é" * 40)]
+    values = [pack_call(call) for call in calls]
+    records = [CallRecord.of(call, response_id="chatcmpl") for call in calls]
     verdicts: Counter[str] = Counter()
     slowest = 0.0
     for round_ in range(ROUNDS):
@@ -63,9 +65,15 @@ def test_mutated_values_give_a_call_or_a_typed_error_within_a_second():
             verdicts["sound, signed" if is_signed else "sound"] += 1
             # All but the header's hint of routes, which nobody signs.
             assert pack_call(call.to_call())[16:] == value[16:]
+        expected = records[round_ % len(values)]
+        with suppress(InvalidStagedCall):
+            listed = unpack_listed([value], calls[round_ % len(values)].rollout_id, [expected])
+            assert listed is None or (listed == [unpack_call(value)] and listed[0].digest == expected.digest)
+            verdicts["as listed"] += listed is not None
         slowest = max(slowest, time.thread_time() - begun)
     print(f"\n{ROUNDS} mutated staged values: {dict(verdicts)}, slowest {slowest * 1e3:.1f} ms")
-    assert verdicts.total() == ROUNDS
+    assert verdicts.total() - verdicts["as listed"] == ROUNDS
+    assert verdicts["as listed"] > 10
     assert verdicts["refused, signed"] > 1000
     assert slowest < 1.0
 

@@ -12,7 +12,8 @@ must fit a byte budget, so that a list of a million integers does not pass as "m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sized
+from collections.abc import Collection, Sized
+from functools import lru_cache
 from typing import Any
 
 from rollout_reassembler.contract.errors import RpcPayloadError
@@ -60,6 +61,8 @@ _KEYED_BY_ID = frozenset({"rejections"})
 
 _NUMBERS = frozenset({int, float, bool, type(None)})
 _NUMBER_BYTES = 8
+_FLAT = _NUMBERS | {str}
+_MANY = 1 << 64
 
 
 def assert_metadata_only(value: Any, *, path: str = "rpc", max_bytes: int = MAX_RPC_BYTES) -> int:
@@ -94,6 +97,28 @@ def _scalar_bytes(value: Any) -> int | None:
     return _NUMBER_BYTES if kind in _NUMBERS else None
 
 
+def _flat_bytes(items: Collection[Any]) -> int | None:
+    """The size of ASCII texts and numbers of 64 bits, all at once; `None` when there is anything else among them."""
+    kinds = set(map(type, items))
+    if not kinds <= _FLAT:
+        return None
+    texts = [item for item in items if item.__class__ is str]
+    joined = "".join(texts)
+    if not joined.isascii():
+        return None
+    if int in kinds:
+        numbers = [item for item in items if item.__class__ is int]
+        if max(numbers) >= _MANY or min(numbers) <= -_MANY:
+            return None
+    return len(joined) + _NUMBER_BYTES * (len(items) - len(texts))
+
+
+@lru_cache(maxsize=64)
+def _key_bytes(keys: tuple[str, ...], forbidden: frozenset[str]) -> int | None:
+    """The size of a record's keys, which many records share; `None` when one is forbidden."""
+    return sum(_scalar_bytes(key) or 0 for key in keys) if forbidden.isdisjoint(keys) else None
+
+
 def _measure_container(value: Any, path: str, budget: int, above: list[int]) -> int:
     if id(value) in above:
         raise RpcPayloadError(path, "a container that holds itself; metadata is a tree")
@@ -113,10 +138,15 @@ def _measure_container(value: Any, path: str, budget: int, above: list[int]) -> 
     return size
 
 
-# In a dict or a list most items are short texts and numbers; a path is put together only for the others.
+# Nearly all dicts and lists are records and columns of texts and numbers. What is not is walked item by item,
+# and a path is put together only for what is neither a text nor a number.
 
 
 def _measure_dict(value: dict[Any, Any], path: str, budget: int, above: list[int], forbidden: frozenset[str]) -> int:
+    if set(map(type, value)) == {str}:
+        keys, flat = _key_bytes(tuple(value), forbidden), _flat_bytes(value.values())
+        if keys is not None and flat is not None and keys + flat <= budget:
+            return keys + flat
     size = 0
     for key, item in value.items():
         if type(key) is not str:
@@ -134,6 +164,9 @@ def _measure_dict(value: dict[Any, Any], path: str, budget: int, above: list[int
 def _measure_items(value: list[Any] | tuple[Any, ...], path: str, budget: int, above: list[int]) -> int:
     if len(value) * _NUMBER_BYTES > budget:
         raise _over_budget(path, _describe(value))
+    flat = _flat_bytes(value)
+    if flat is not None and flat + _NUMBER_BYTES * len(value) <= budget:
+        return flat + _NUMBER_BYTES * len(value)
     size = 0
     for index, item in enumerate(value):
         scalar = _scalar_bytes(item)

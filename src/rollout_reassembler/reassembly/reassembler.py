@@ -51,8 +51,8 @@ from rollout_reassembler.reassembly.rows import (
     publishable_reward,
     rejected,
 )
-from rollout_reassembler.reassembly.verify import LinearizedRow, verify_and_linearize
-from rollout_reassembler.staging.source import StagingSource, prove_call
+from rollout_reassembler.reassembly.verify import LinearizedRow, prove_rollout
+from rollout_reassembler.staging.source import StagingSource
 
 _UNREAD = frozenset({"missing_staging_row", "invalid_staging_row", "staging_key_mismatch"})
 
@@ -229,7 +229,7 @@ class RolloutReassembler:
             detail = f"{len(missing)} of {len(keys)} staged rows are missing, first {missing[0]!r}"
             return rejected(rollout_id, "missing_staging_row", detail, reward=worth or 0.0)
         try:
-            row = verify_and_linearize(receipt, [prove_call(key, values[key]) for key in keys])
+            row = prove_rollout(receipt, [values[key] for key in keys])
         except InvalidStagedCall as error:
             return rejected(rollout_id, error.code, error.detail, reward=worth or 0.0)
         except VerificationError as error:

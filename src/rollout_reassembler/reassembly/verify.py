@@ -39,7 +39,8 @@ from rollout_reassembler.contract.digests import (
 )
 from rollout_reassembler.contract.errors import InvalidStagedCall, VerificationError
 from rollout_reassembler.contract.records import CallRecord, RolloutReceipt, StagedCall
-from rollout_reassembler.staging.codec import PackedCall, RouteShape, pack_call, unpack_call
+from rollout_reassembler.staging.codec import PackedCall, RouteShape, pack_call, unpack_call, unpack_listed
+from rollout_reassembler.staging.source import prove_call
 
 
 class WeightVersionSpan(NamedTuple):
@@ -127,6 +128,21 @@ def verify_and_linearize(receipt: RolloutReceipt, calls: Sequence[StagedCall | P
     packed = _match_rows(receipt, calls)
     chain = _terminal_chain(receipt)
     return _linearize(receipt.rollout_id, chain, [packed[record.model_call_id] for record in chain])
+
+
+def prove_rollout(receipt: RolloutReceipt, values: Sequence[bytes]) -> LinearizedRow:
+    """The same for packed values in manifest order, whose keys are those that the manifest lists.
+
+    Raises `InvalidStagedCall` for a value that is not a call, or not that of its key, as well.
+    """
+    calls = unpack_listed(values, receipt.rollout_id, receipt.manifest)
+    if calls is None:
+        keys = [record.staging_key for record in receipt.manifest]
+        return verify_and_linearize(receipt, [prove_call(key, value) for key, value in zip(keys, values, strict=True)])
+    check_receipt_state(receipt)
+    by_id = {call.model_call_id: call for call in calls}
+    chain = _terminal_chain(receipt)
+    return _linearize(receipt.rollout_id, chain, [by_id[record.model_call_id] for record in chain])
 
 
 def check_receipt_state(receipt: RolloutReceipt) -> None:
@@ -245,13 +261,13 @@ def _refuse_cycle(records: Sequence[CallRecord], by_id: Mapping[str, CallRecord]
 
 def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]) -> LinearizedRow:
     """Put the chain's deltas end to end, checking each link and then the whole."""
-    total = calls[-1].cum_len
     link = b""
-    cumulative = hashlib.sha256(CUMULATIVE_DOMAIN + u64(total))
+    deltas: list[memoryview] = []
+    log_probs: list[memoryview] = []
     runs: list[int] = []
     for record, call in zip(chain, calls, strict=True):
-        encoded = call.encoded_token_ids
-        link = encoded_chain_link(link, encoded)
+        tokens, values = call.encoded()
+        link = encoded_chain_link(link, tokens)
         if link.hex() != record.chain_hash:
             raise VerificationError(
                 f"call {call.model_call_id!r} does not extend its parent's chain", code="chain_hash_mismatch"
@@ -263,8 +279,12 @@ def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]
             )
         if carry_len == call.delta_len:
             raise VerificationError(f"call {call.model_call_id!r} generated no token", code="empty_generation")
-        cumulative.update(encoded[8:])
+        deltas.append(tokens[8:])
+        log_probs.append(values)
         runs += (carry_len, call.delta_len - carry_len)
+    row = b"".join(deltas)
+    cumulative = hashlib.sha256(CUMULATIVE_DOMAIN + u64(calls[-1].cum_len))
+    cumulative.update(row)
     if cumulative.hexdigest() != chain[-1].cumulative_hash:
         raise VerificationError(
             f"the cumulative hash of terminal {chain[-1].model_call_id!r} does not cover the row's tokens",
@@ -272,9 +292,9 @@ def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]
         )
     return LinearizedRow(
         rollout_id=rollout_id,
-        token_ids=np.concatenate([call.token_ids_delta for call in calls], dtype=np.int64),
+        token_ids=np.frombuffer(row, ">i8").astype(np.int64),
         token_mask=np.repeat(np.tile(_CARRY_THEN_GENERATION, len(calls)), runs),
-        logprobs=np.concatenate([call.generation_log_probs_delta for call in calls], dtype=np.float32),
+        logprobs=np.frombuffer(b"".join(log_probs), ">f4").astype(np.float32),
         calls=tuple(calls),
     )
 

@@ -14,7 +14,9 @@
 The preimage holds the call's identity, lengths, columns and hashes, length-prefixed and in wire
 order, so nothing is stored twice and proving a row is one hash over the bytes as they lie:
 
-    unpack_call(value)  →  PackedCall: parsed, checked and proven; columns are views into `value`
+    unpack_call(value)                          →  PackedCall: parsed, checked and proven
+    unpack_listed(values, rollout_id, records)  →  the same calls, where each value is exactly what its
+                                                   record lists: compared with it, not parsed
 
 A `PackedCall` that exists is valid: its columns have `delta_len` values, masks are 0 or 1, a mask-0
 token has log probability 0, everything is finite, and the contents hash to the digest. What it
@@ -29,6 +31,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +47,7 @@ from rollout_reassembler.contract.digests import (
     text,
 )
 from rollout_reassembler.contract.errors import InvalidStagedCall
-from rollout_reassembler.contract.records import StagedCall
+from rollout_reassembler.contract.records import CallRecord, StagedCall
 
 MAGIC = b"RRSC"
 VERSION = 1
@@ -60,6 +64,9 @@ _ROOT = optional_text(None) + text("text")
 _CHILD_MODE = text("token_in")
 _BOUNDARY_FLAG = 1
 _ONE = struct.pack(">f", 1.0)
+_STEP_AT = 1 << 14
+_STEP = bytes(4 * _STEP_AT) + _ONE * _STEP_AT
+"""A mask of so many zeros, then as many ones: every shorter mask in order is a piece of it."""
 _TOKEN_ID = np.dtype(">i8")
 _FLOAT = np.dtype(">f4")
 
@@ -120,10 +127,11 @@ class PackedCall(NamedTuple):
     def log_probs_at(self) -> int:
         return self.tokens_at + 12 * self.delta_len + 2 * _COUNTS.size
 
-    @property
-    def encoded_token_ids(self) -> memoryview:
-        """The delta's tokens as the digests encode them: the count, then 8 bytes a token."""
-        return memoryview(self.value)[self.tokens_at - 8 : self.tokens_at + 8 * self.delta_len]
+    def encoded(self) -> tuple[memoryview, memoryview]:
+        """Tokens as the digests encode them (the count, then 8 bytes each), log probabilities (4 bytes each)."""
+        view, n, at = memoryview(self.value), self.delta_len, self.tokens_at
+        log_probs_at = at + 12 * n + 2 * _COUNTS.size
+        return view[at - 8 : at + 8 * n], view[log_probs_at : log_probs_at + 4 * n]
 
     def to_call(self) -> StagedCall:
         """The same call as a record, with native arrays."""
@@ -161,12 +169,70 @@ def unpack_call(value: bytes) -> PackedCall:
         raise InvalidStagedCall(f"truncated or garbled packed call of {len(value)} bytes: {error}") from error
 
 
+def unpack_listed(values: Iterable[bytes], rollout_id: str, records: Iterable[CallRecord]) -> list[PackedCall] | None:
+    """The calls of `rollout_id` that `records` list, from their values, in that order; each proven.
+
+    A record says every byte of its call's value but the columns, so the value is held against those
+    bytes. `None` when one of the values is anything else: `unpack_call` says what it is.
+    """
+    rollout = _PREAMBLE + text(rollout_id)
+    calls: list[PackedCall] = []
+    for value, record in zip(values, records, strict=True):
+        listed = _listed_fields(record)
+        call_id, parent_id, _, prev_len, n, cum_len, weight_version, digest, extras, chain, cumulative = listed
+        lineage = _ROOT if parent_id is None else _PRESENT + text(parent_id) + _CHILD_MODE
+        lengths = _LENGTHS.pack(prev_len, n, cum_len, weight_version, 8 + 8 * n, n)
+        proof = bytes.fromhex(digest)
+        head = b"".join((proof, rollout, text(call_id), lineage, lengths))
+        tail = _PRESENT.join((bytes.fromhex(extras), bytes.fromhex(chain), bytes.fromhex(cumulative)))
+        floats = _COUNTS.pack(8 + 4 * n, n)
+        tokens_at = _DIGEST_AT + len(head)
+        mask_at = tokens_at + 8 * n + _COUNTS.size
+        log_probs_at = mask_at + 4 * n + _COUNTS.size
+        routes = NO_ROUTES if value.startswith(_PLAIN) else _route_shape(value)
+        if (
+            routes is None
+            or len(value) != log_probs_at + 4 * n + _TAIL.size
+            or not value.startswith(head, _DIGEST_AT)
+            or not value.endswith(tail)
+            or not value.startswith(floats, mask_at - _COUNTS.size)
+            or not value.startswith(floats, log_probs_at - _COUNTS.size)
+            or hashlib.sha256(memoryview(value)[_HEADER.size :]).digest() != proof
+        ):
+            return None
+        carry_len = _check_columns(value, n, tokens_at, mask_at, log_probs_at)
+        calls.append(PackedCall._make((value, rollout_id, *listed, carry_len, routes, tokens_at)))
+    return calls
+
+
+_listed_fields = attrgetter(
+    *("model_call_id", "parent_call_id", "mode", "prev_len", "delta_len", "cum_len", "weight_version"),
+    *("digest", "extras_digest", "chain_hash", "cumulative_hash"),
+)
+"""What a record says of a call, in the order in which a `PackedCall` has it."""
+
+_DIGEST_AT = _HEADER.size - 32
+_PLAIN = _HEADER.pack(MAGIC, VERSION, 0, 0, 0, 0, 0, b"")[:_DIGEST_AT]
+"""The header before the digest, of a call without routes."""
+
+
+def _route_shape(value: bytes) -> RouteShape | None:
+    """What the header says of routes; `None` when it is not the header of a packed call."""
+    if len(value) < _HEADER.size:
+        return None
+    magic, version, flags, zero, rows, layers, topk, _ = _HEADER.unpack_from(value)
+    if magic != MAGIC or version != VERSION or zero or flags & ~_BOUNDARY_FLAG:
+        return None
+    return RouteShape(rows, layers, topk, flags & _BOUNDARY_FLAG != 0) if rows or flags else NO_ROUTES
+
+
 def _unpack(value: bytes) -> PackedCall:
     if type(value) is not bytes:
         raise InvalidStagedCall(f"a packed call is bytes, got {type(value).__name__}")
-    magic, version, flags, zero, rows, layers, topk, digest = _HEADER.unpack_from(value)
-    if magic != MAGIC or version != VERSION or zero or flags & ~_BOUNDARY_FLAG:
-        raise InvalidStagedCall(f"not a packed call of version {VERSION}: starts with {value[:8]!r}")
+    routes = _route_shape(value)
+    if routes is None:
+        raise InvalidStagedCall(f"not a packed call of version {VERSION}: {len(value)} bytes from {value[:8]!r}")
+    digest = value[_DIGEST_AT : _HEADER.size]
     if not value.startswith(_PREAMBLE, _HEADER.size):
         raise InvalidStagedCall("unsupported schema or digest version")
     if hashlib.sha256(memoryview(value)[_HEADER.size :]).digest() != digest:
@@ -218,7 +284,7 @@ def _unpack(value: bytes) -> PackedCall:
         chain.hex(),
         cumulative.hex(),
         _check_columns(value, delta_len, tokens_at, mask_at, log_probs_at),
-        RouteShape(rows, layers, topk, flags & _BOUNDARY_FLAG != 0) if rows or flags else NO_ROUTES,
+        routes,
         tokens_at,
     )
 
@@ -241,18 +307,23 @@ def _check_columns(value: bytes, n: int, tokens_at: int, mask_at: int, log_probs
     """
     first_one = value.find(_ONE[0], mask_at, mask_at + 4 * n)
     carry = n if first_one < 0 else (first_one - mask_at) // 4
-    zeros = bytes(4 * carry)
+    mask = _mask_in_order(carry, n - carry)
     exponents = value[log_probs_at + 4 * carry : log_probs_at + 4 * n : 4]
     if (
         value[tokens_at : tokens_at + 8 * n : 8].isascii()
-        and value.startswith(zeros, mask_at)
-        and value.startswith(_ONE * (n - carry), mask_at + 4 * carry)
-        and value.startswith(zeros, log_probs_at)
-        and b"\x7f" not in exponents
-        and b"\xff" not in exponents
+        and value.startswith(mask, mask_at)
+        and value.startswith(mask[: 4 * carry], log_probs_at)
+        and 0x7F not in exponents
+        and 0xFF not in exponents
     ):
         return carry
     return _check_columns_exactly(value, n, tokens_at, mask_at, log_probs_at)
+
+
+def _mask_in_order(zeros: int, ones: int) -> bytes:
+    if max(zeros, ones) <= _STEP_AT:
+        return _STEP[4 * (_STEP_AT - zeros) : 4 * (_STEP_AT + ones)]
+    return bytes(4 * zeros) + _ONE * ones
 
 
 def _check_columns_exactly(value: bytes, n: int, tokens_at: int, mask_at: int, log_probs_at: int) -> int | None:

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
+
+from rollout_reassembler.data_plane.cells import encode_cell
 from rollout_reassembler.data_plane.mooncake.objects import Names, RowIndex, pack_row, referred, unpack
 from rollout_reassembler.data_plane.mooncake.store import MooncakeStore, StoreFailure
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
@@ -44,7 +47,9 @@ class MooncakeValues:
     def put(self, call: Call, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
         """Write new objects beside those that the rows have; leaves none behind when it fails."""
         values = {name: column for name, column in columns.items() if name != OWNER}
-        packed = [pack_row({name: values[name][row] for name in values}, self._names) for row in range(len(meta))]
+        packed = [
+            pack_row({name: _cell(values[name][row]) for name in values}, self._names) for row in range(len(meta))
+        ]
         objects = [stored for row in packed for stored in row.objects]
         if objects:
             try:
@@ -113,3 +118,7 @@ class MooncakeValues:
                     self._running -= 1
 
         return call.wait_for(self._threads.submit(counted), self._master)
+
+
+def _cell(value: Any) -> Any:
+    return encode_cell(value) if isinstance(value, np.ndarray) else value

@@ -1,8 +1,9 @@
 """A checked column as the queue holds it, one value a row, and back.
 
-With `cells="bytes"` everything is what msgpack writes without help: one bytes value for an array
-(see `data_plane/cells.py`) and a plain number for a scalar, which is exact for every dtype we
-allow. That is several times cheaper than tensors, for which the queue pays by the cell.
+With `cells="bytes"` nearly everything is what msgpack writes without help: one bytes value for an
+array (see `data_plane/cells.py`) and a plain number for a scalar, which is exact for every dtype we
+allow. That is several times cheaper than tensors, for which the queue pays by the cell. Only an array
+so large that copying costs more than that goes as it is: it then travels as a frame of its own.
 
 With `cells="tensors"` arrays are tensors and scalars one dense tensor, as any TransferQueue client
 expects them. Reading takes both, whatever this client writes.
@@ -22,7 +23,10 @@ from rollout_reassembler.data_plane.cells import MalformedCell, decode_cell, enc
 from rollout_reassembler.data_plane.columns import CheckedColumn
 
 QueueValues = list[Any] | torch.Tensor
-"""One value a row: bytes, Python numbers or tensors `[...]` in a list, or one dense tensor `[rows]`."""
+"""One value a row: bytes, Python numbers, arrays or tensors `[...]` in a list, or one dense tensor `[rows]`."""
+
+_FRAME_BYTES = 64 << 10
+"""From this size on an array goes as it is."""
 
 _PYTHON_TYPES: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
 
@@ -34,7 +38,7 @@ def to_queue(column: CheckedColumn, cells: Literal["bytes", "tensors"]) -> Queue
     if isinstance(column[0], bytes):
         return list(column)
     if cells == "bytes":
-        return [encode_cell(array) for array in column]
+        return [array if array.nbytes >= _FRAME_BYTES else encode_cell(array) for array in column]
     return [_tensor(array) for array in column]
 
 
@@ -82,10 +86,13 @@ def from_queue(values: Sequence[Any], spec: FieldSpec) -> tuple[Any, set[int]]:
 
 
 def _array(value: object, spec: FieldSpec) -> npt.NDArray[Any]:
-    """A read-only array `[...]` from one cell or one tensor."""
-    if not isinstance(value, torch.Tensor):
+    """A read-only array `[...]` from one cell, one array or one tensor."""
+    if isinstance(value, torch.Tensor):
+        array = value.numpy()
+    elif isinstance(value, np.ndarray):
+        array = value
+    else:
         return decode_cell(value, spec)
-    array = value.numpy()
     if array.dtype != np.dtype(spec.dtype) or array.ndim != spec.rank:
         raise MalformedCell(f"expected {spec.dtype} of rank {spec.rank}, got {array.dtype} of rank {array.ndim}")
     array.flags.writeable = False
