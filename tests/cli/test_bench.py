@@ -93,13 +93,14 @@ def test_both_arms_publish_the_same_rows():
 
     group = make_group(TINY)
     rows = []
-    for arm in (OursArm(MemoryDataPlane()), ReferenceArm(HeldRows())):
+    for arm in (OursArm(MemoryDataPlane()), ReferenceArm(HeldRows()), ReferenceArm(HeldRows(), tuned=True)):
         arm.stage(group)
         arm.finalize(group, "g")
         rows.append(arm.published(group, "g"))
         arm.forget(group, "g")
     assert len(rows[0]) == TINY.rollouts
-    assert first_difference(*rows) == ""
+    assert first_difference(rows[0], rows[1]) == first_difference(rows[0], rows[2]) == ""
+    rows = rows[:2]
     rows[1][1]["token_mask"] = rows[1][1]["token_mask"] + 1
     assert first_difference(*rows) == "row 1 differs in token_mask"
     assert first_difference(rows[0], rows[1][:2]) == "2 rows, not 3"
@@ -110,14 +111,15 @@ def test_an_arm_that_publishes_other_rows_is_not_measured(monkeypatch: pytest.Mo
         def published(self, group, group_id):
             return [{**row, "total_reward": 9.0} for row in super().published(group, group_id)]
 
-    monkeypatch.setattr(bench_run, "_reference_arm", lambda plane: WrongArm(MemoryDataPlane()))
+    monkeypatch.setattr(bench_run, "_reference_arm", lambda plane, tuned: WrongArm(MemoryDataPlane()))
     with pytest.raises(CannotMeasure, match="reference arm published other rows than ours: row 0 differs in total_rew"):
         run_bench(BenchSettings(TINY, "memory", repeat=1))
 
 
 def test_a_report_holds_every_figure_of_both_arms(report: bench_run.BenchReport):
     assert report.ratio == report.reference.ms.median / report.ours.ms.median
-    for arm in (report.ours, report.reference):
+    assert report.ratio_tuned == report.reference_tuned.ms.median / report.ours.ms.median
+    for arm in (report.ours, report.reference, report.reference_tuned):
         assert len(arm.runs_ms) == 2
         assert arm.ms.median <= arm.ms.p99
         assert arm.tokens_per_s == pytest.approx(TINY.tokens / arm.ms.median * 1e3)

@@ -120,8 +120,7 @@ def hide(plane: Any, meta: Any) -> None:
     from transfer_queue.utils.zmq_utils import ZMQRequestType
 
     rows = {"global_indexes": meta.global_indexes, "partition_ids": meta.partition_ids}
-    request, response = ZMQRequestType.MARK_CLEARING, ZMQRequestType.MARK_CLEARING_RESPONSE
-    in_a_call(plane, lambda call: call.ask(plane._rows.controller, request, response, rows))
+    in_a_call(plane, lambda call: call.ask(plane._rows.controller, ZMQRequestType.MARK_CLEARING, rows))
 
 
 def server_info(address: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneUnavailable, RequestError
+from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout, DataPlaneUnavailable, RequestError
 from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec
 from rollout_reassembler.data_plane.config import DataPlaneConfig, MooncakeCpuBackendConfig
+from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
 from tests.data_plane.conformance import SCHEMA, PlaneConformance, assert_same_row, columns_of, row
 from tests.data_plane.plain_queue import QueueHost, hide, in_a_call
 from tests.mooncake_site import MooncakeSite, start_hosts
@@ -228,6 +230,18 @@ def test_a_killed_writer_takes_no_row_along(plane: Any, partition: str, site: Mo
     assert done.returncode == -9, done.stderr
     batch = plane.get_samples([f"k{index}" for index in range(20)], partition, ["payload"])
     assert batch["payload"] == [bytes([index]) * 50_000 for index in range(20)]
+
+
+def test_what_had_not_begun_when_its_call_ended_is_not_done(plane: Any) -> None:
+    """The store's threads are taken: a put that waits for one of them would write objects that nobody refers to."""
+    values, release, done = plane._mooncake.rows._values, threading.Event(), []
+    blockers = [values._threads.submit(release.wait, 20) for _ in range(4)]
+    with pytest.raises(DataPlaneTimeout), plane._rows.sockets.call(CallSite("test"), 0.3) as call:
+        values._run(call, lambda: done.append("late"))
+    release.set()
+    assert all(blocker.result() for blocker in blockers)
+    assert values._threads.submit(lambda: "next").result(10) == "next"
+    assert done == []
 
 
 def test_a_memory_host_may_join_later(plane: Any, partition: str, site: MooncakeSite) -> None:

@@ -56,7 +56,7 @@ def alone(queue_plane: DataPlaneClient, queue_config: DataPlaneConfig) -> Iterat
 
 
 @pytest.fixture
-def round_trips(alone: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def requests_sent(alone: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Counts the requests that this client sends to the queue; each call tells and starts anew."""
     from rollout_reassembler.data_plane.transfer_queue.sockets import Call
 
@@ -88,35 +88,31 @@ def write_values(plane: Any, meta: Any, columns: dict[str, list[Any]]) -> None:
 
 def lose_values(plane: Any, meta: Any) -> None:
     """What a storage unit that started anew has done."""
-    from transfer_queue.utils.zmq_utils import ZMQRequestType
-
-    request, response = ZMQRequestType.CLEAR_DATA, ZMQRequestType.CLEAR_DATA_RESPONSE
-    rows = {"global_indexes": meta.global_indexes}
-    in_a_call(plane, lambda call: [call.ask(unit, request, response, rows) for unit in plane._rows._store.units])
+    in_a_call(plane, lambda call: plane._rows._store.clear(call, meta))
 
 
 def test_a_healthy_call_costs_no_more_than_its_steps(
-    alone: Any, partition: str, round_trips: Callable[[], int]
+    alone: Any, partition: str, requests_sent: Callable[[], int]
 ) -> None:
     keys = [f"k{index}" for index in range(8)]
     rows = columns_of([row(index) for index in range(8)])
     costs = {}
     alone.get_tags([], partition)  # from here on it knows the columns
-    round_trips()
+    requests_sent()
     alone.put_samples(keys, partition, rows, tags=[{"x": 1}] * 8)
-    costs["put with tags"] = round_trips()
+    costs["put with tags"] = requests_sent()
     alone.put_samples(keys, partition, rows)
-    costs["put"] = round_trips()
+    costs["put"] = requests_sent()
     alone.put_samples(keys, partition, tags=[{"y": 1}] * 8)
-    costs["put of tags"] = round_trips()
+    costs["put of tags"] = requests_sent()
     alone.get_samples(keys, partition)
-    costs["get"] = round_trips()
+    costs["get"] = requests_sent()
     alone.get_tags(keys, partition)
-    costs["tags"] = round_trips()
+    costs["tags"] = requests_sent()
     alone.list_samples(partition)
-    costs["list"] = round_trips()
+    costs["list"] = requests_sent()
     alone.clear_samples(keys, partition)
-    costs["clear"] = round_trips()
+    costs["clear"] = requests_sent()
     assert costs == {"put with tags": 4, "put": 3, "put of tags": 2, "get": 2, "tags": 1, "list": 1, "clear": 4}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout, DataPlaneUnavailable
 from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec
 from rollout_reassembler.data_plane.config import Deadlines
-from tests.data_plane.plain_queue import PlainQueue, QueueHost, in_a_call
+from tests.data_plane.plain_queue import PlainQueue, QueueHost, Server, in_a_call
 
 pytest.importorskip("transfer_queue")
 
@@ -234,6 +236,59 @@ def test_a_row_replaced_between_the_steps_of_a_read_is_never_another_row(
     assert batch["step"].tolist() == [2, *([] if expected is None else [expected])]
     assert batch.missing == (["a"] if expected is None else [])
     others.close()
+
+
+class CuttingProxy:
+    """Passes a connection on to a server, and cuts it in place of a message that says `cut_at`, once."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.cut_at = b""
+        self._server = (host, port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            server = socket.create_connection(self._server)
+            for source, sink, is_up in ((client, server, True), (server, client, False)):
+                threading.Thread(target=self._pass_on, args=(source, sink, is_up), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, is_up: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if is_up and self.cut_at and self.cut_at in data:
+                    self.cut_at = b""
+                    sink.shutdown(socket.SHUT_RDWR)
+                    source.shutdown(socket.SHUT_RDWR)
+                    return
+                sink.sendall(data)
+
+
+@pytest.mark.parametrize("cut_at", [b"KV_RETRIEVE_META", b"SET_CUSTOM_META", b"NOTIFY_DATA_UPDATE"])
+def test_a_connection_lost_in_a_put_leaves_no_row_without_its_tags(
+    queue: PlainQueue, plane: DataPlaneClient, cut_at: bytes
+) -> None:
+    """ZeroMQ connects anew by itself: what follows a lost request must not arrive without it."""
+    address = queue.controller.address
+    proxy = CuttingProxy(address["ip"], address["ports"]["request_handle_socket"])
+    behind = {**address, "ip": "127.0.0.1", "ports": {**address["ports"], "request_handle_socket": proxy.port}}
+    cut = PlainQueue(Server(queue.controller.pid, behind), queue.unit).connect(DEADLINES)
+    cut.put_samples(["before"], "p", {"step": [1]}, tags=[{"x": 1}])
+    proxy.cut_at = cut_at
+    keys = [f"k{index}" for index in range(2000)]
+    started = time.monotonic()
+    with pytest.raises(DataPlaneUnavailable, match=r"the queue's controller .* the connection was lost"):
+        cut.put_samples(keys, "p", {"step": range(2000)}, tags=[{"x": 2}] * 2000)
+    assert time.monotonic() - started < 2
+    time.sleep(0.3)
+    readable = plane.get_samples(keys, "p", ["step"], partial=True).sample_ids
+    assert readable == []
+    cut.put_samples(keys, "p", {"step": range(2000)}, tags=[{"x": 2}] * 2000)
+    assert plane.get_samples(keys, "p", ["step"])["step"].tolist() == list(range(2000))
+    assert plane.get_tags(keys[-1:], "p") == [{"x": 2}]
+    cut.close()
 
 
 def test_closing_ends_the_calls_that_wait(queue: PlainQueue, plane: DataPlaneClient, tmp_path: Path) -> None:

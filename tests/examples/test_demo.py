@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rollout_reassembler import FinalizedGroup, RolloutReassemblerActorConfig, StagedCall
+from rollout_reassembler import FinalizedGroup, RolloutReassemblerActorConfig
 from rollout_reassembler.cli.archive import Archive, read_archive
 from rollout_reassembler.cli.planes import CANONICAL, STAGING, OpenPlane, open_plane
 from rollout_reassembler.examples.demo.policy import DemoPolicy
@@ -76,17 +76,17 @@ def test_the_kept_archive_gives_the_same_proof(plane: OpenPlane, archive: Archiv
 def test_the_proof_fails_when_a_published_row_is_wrong(
     plane: OpenPlane, archive: Archive, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    linearize = reassembler.verify_and_linearize
+    prove = reassembler.prove_rollout
 
-    def wrong(receipt: Any, calls: Sequence[StagedCall]) -> LinearizedRow:
-        row = linearize(receipt, calls)
+    def wrong(receipt: Any, values: Sequence[bytes]) -> LinearizedRow:
+        row = prove(receipt, values)
         if damage == "tokens":
             return row._replace(token_ids=row.token_ids ^ (row.token_mask == 1.0))
         if damage == "logprobs":
             return row._replace(logprobs=row.logprobs * np.float32(1.001))
         return row._replace(logprobs=np.roll(row.logprobs, 1))
 
-    monkeypatch.setattr(reassembler, "verify_and_linearize", wrong)
+    monkeypatch.setattr(reassembler, "prove_rollout", wrong)
     proof, faults = _judge(plane, list(plane.finalize_all(archive.requests)))
     assert proof.max_abs_logprob_error > 1e-4
     assert faults

@@ -9,7 +9,7 @@ from typing import Any
 from rollout_reassembler.actors.rollout_reassembler_actor import _ReassemblerProcess
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest
 from rollout_reassembler.data_plane.base import DataPlaneClient
-from tests.faults.round_trips import Death, RoundTrips
+from tests.faults.requests import Death, Requests
 
 
 class Mortal(_ReassemblerProcess):
@@ -29,13 +29,13 @@ class Mortal(_ReassemblerProcess):
             attempt = file.tell()
             file.write("x")
         self._death = planned[attempt] if attempt < len(planned) else None
-        if "_trips" in vars(self):
-            self._trips.die_at(self._death)
+        if "_requests" in vars(self):
+            self._requests.die_at(self._death)
         return super().finalize(request)
 
     @cached_property
     def _client(self) -> DataPlaneClient:
         client = super()._client
-        self._trips = RoundTrips(client)
-        self._trips.die_at(self._death)
+        self._requests = Requests(client)
+        self._requests.die_at(self._death)
         return client

@@ -32,11 +32,11 @@ def _put(
             if shapes := column.get("per_sample_shapes"):
                 column["per_sample_shapes"] = dict(zip(meta.global_indexes, shapes, strict=True))
         news = {"partition_id": partition, "global_indexes": meta.global_indexes, "field_schema": schema}
-        told = ZMQRequestType.NOTIFY_DATA_UPDATE, ZMQRequestType.NOTIFY_DATA_UPDATE_ACK
-        call.ask(rows.controller, *told, news)  # refused or not: the queue's own client only logs that
+        # Refused or not: the queue's own client only logs that.
+        call.ask(rows.controller, ZMQRequestType.NOTIFY_DATA_UPDATE, news)
     if tags is not None:
         rows._send_tags(call, partition, meta, [tags]).body()
 
 
 def _unbound(column: Any) -> list[Any]:
-    return column.tolist() if not hasattr(column, "is_nested") else list(column.unbind())
+    return list(column.unbind()) if hasattr(column, "is_nested") else column.tolist()

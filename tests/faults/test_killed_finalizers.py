@@ -1,4 +1,4 @@
-"""SIGKILL to a finalizing process at every round trip it makes: the next attempt leaves what an undisturbed one leaves.
+"""SIGKILL to a finalizing process at every request it makes: the next attempt leaves what an undisturbed one leaves.
 
 The queue's controller and storage unit are real, each in its process; the victims are forked, so that
 a death costs a tenth of a second and all of them can be tried. Ray's part is in `test_ray_plane.py`.
@@ -19,7 +19,7 @@ from rollout_reassembler.data_plane.base import DataPlaneClient
 from tests.captures import CANONICAL
 from tests.data_plane.plain_queue import PlainQueue, in_a_call
 from tests.faults.groups import HEALTHY, KINDS, Group, count
-from tests.faults.round_trips import Death
+from tests.faults.requests import Death
 from tests.faults.victims import DEADLINES, Finalize, VictimHost
 
 pytest.importorskip("transfer_queue")
@@ -50,11 +50,11 @@ def set_numbers_aside(plane: Any) -> None:
 
 
 def deaths_of(steps: list[str]) -> list[Death]:
-    """Every moment between two round trips, and the one behind the last."""
+    """Every moment between two requests, and the one behind the last."""
     return [*((number, "before") for number in range(1, len(steps) + 1)), (len(steps), "after")]
 
 
-def test_a_finalizer_killed_at_any_round_trip(queue: PlainQueue, plane: DataPlaneClient, victims: VictimHost) -> None:
+def test_a_finalizer_killed_at_any_request(queue: PlainQueue, plane: DataPlaneClient, victims: VictimHost) -> None:
     claims, groups, answers, kills = Claims(plane), [], {}, 0
     for kind in KINDS:
         deaths: list[Death | None] = [None]

@@ -29,7 +29,7 @@ from rollout_reassembler.staging.sink import StagingSink
 from tests.captures import STAGING, chain
 from tests.data_plane.plain_queue import PlainQueue
 from tests.faults.groups import Group
-from tests.faults.round_trips import Death, RoundTrips
+from tests.faults.requests import Death, Requests
 
 DEADLINES = Deadlines(read=20, write=20, clear=20, metadata=20, connect=20, checkpoint=20)
 
@@ -60,7 +60,7 @@ class End:
 
 @dataclass(frozen=True)
 class Finalize:
-    """Finalizes one group; says its answer, and the round trips that it took."""
+    """Finalizes one group; says its answer, and the requests that it took."""
 
     queue: PlainQueue
     group: Group
@@ -69,9 +69,9 @@ class Finalize:
 
     def work(self, say: Say) -> None:
         plane = self.queue.connect(DEADLINES)
-        trips = RoundTrips(plane)
-        trips.die_at(self.die_at)
-        say((self.group.finalize(plane), trips.steps))
+        requests = Requests(plane)
+        requests.die_at(self.die_at)
+        say((self.group.finalize(plane), requests.steps))
 
 
 @dataclass(frozen=True)

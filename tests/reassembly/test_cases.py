@@ -595,11 +595,13 @@ def test_a_row_listed_but_unreadable_is_missing():
     assert staged_keys(plane) == set()
 
 
-def test_a_manifest_row_is_as_untrusted_as_the_plane():
+@pytest.mark.parametrize("delta_len", [6, 1 << 60, 1 << 61, 1 << 63])
+def test_a_manifest_row_is_as_untrusted_as_the_plane(delta_len):
     """Lengths made to fit: the staged row, whose digest covers them, says otherwise."""
     made = chain("r", 2)
     record = CallRecord.of(made.calls[1], response_id="x").model_dump()
-    receipt = made.receipt(manifest=[made.receipt()["manifest"][0], {**record, "delta_len": 6, "cum_len": 14}])
+    longer = {**record, "delta_len": delta_len, "cum_len": record["prev_len"] + delta_len}
+    receipt = made.receipt(manifest=[made.receipt()["manifest"][0], longer])
     plane = memory_plane()
     stage(plane, made)
     assert rejection(plane, made, receipts=[receipt]) == "rebuild_failed:wrong_delta_len"

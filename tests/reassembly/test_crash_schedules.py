@@ -136,7 +136,7 @@ def steps_of(group: Group) -> list[str]:
 
 
 def test_a_healthy_group_takes_five_calls():
-    """One read, one look-up, two writes, one clear: two round trips more than without a record."""
+    """One read, one look-up, two writes, one clear: two calls more than without a record."""
     assert steps_of(GROUPS["healthy"]) == ["get_samples", "get_tags", "put_samples", "put_samples", "clear_samples"]
     assert len(steps_of(GROUPS["a lost receipt"])) == 6
     assert len(steps_of(GROUPS["a garbled row"])) == 7

@@ -69,10 +69,20 @@ def test_a_value_that_is_not_what_its_record_says_is_not_listed(change):
     call = child()
     record = CallRecord.of(call, response_id="chatcmpl").model_copy(update=change)
     assert unpack_listed([pack_call(call)], "r", [record]) is None
-    assert unpack_listed([pack_call(call)], "r2", [CallRecord.of(call, response_id="chatcmpl")]) is None
 
 
-def test_one_value_that_is_not_listed_takes_all_to_the_exact_look():
+def test_a_call_of_another_rollout_is_not_listed():
+    assert unpack_listed([pack_call(child())], "r2", [CallRecord.of(child(), response_id="chatcmpl")]) is None
+
+
+def test_a_length_that_no_value_can_have_is_not_listed():
+    record = CallRecord.of(child(), response_id="chatcmpl")
+    for length in (1 << 60, 1 << 61, 1 << 63):
+        longer = record.model_copy(update={"delta_len": length, "cum_len": record.prev_len + length})
+        assert unpack_listed([pack_call(child())], "r", [longer]) is None
+
+
+def test_one_value_that_is_not_listed_leaves_all_to_the_exact_look():
     calls = chain("r", 3).calls
     values, records = [pack_call(c) for c in calls], [CallRecord.of(c, response_id="chatcmpl") for c in calls]
     assert unpack_listed([values[0], values[0], values[2]], "r", records) is None
@@ -121,14 +131,14 @@ def test_columns_are_views_into_the_value():
         assert column.base is value
         assert np.shares_memory(column, raw)
         assert not column.flags.writeable
-    assert np.shares_memory(np.frombuffer(packed.encoded()[0], np.uint8), raw)
+    assert np.shares_memory(np.frombuffer(packed.encoded_token_ids, np.uint8), raw)
     assert packed.value is value
 
 
 def test_encoded_tokens_are_the_count_and_the_tokens():
     packed = unpack_call(pack_call(child()))
     expected = struct.pack(">6Q", 5, *child().token_ids_delta.tolist())
-    assert bytes(packed.encoded()[0]) == expected
+    assert bytes(packed.encoded_token_ids) == expected
 
 
 def test_the_header_is_as_documented():

@@ -180,7 +180,7 @@ def bench(
 ) -> None:
     """Measure how fast groups are finalized on this machine, phase by phase, next to what one has today.
 
-    Both arms finalize the same calls, in turns, in this process, and must publish the same rows.
+    All arms finalize the same calls, in turns, in this process, and must publish the same rows.
 
     Read the ratio first: other work on the machine moves the milliseconds.
 

@@ -68,7 +68,7 @@ def _running_plane() -> DataPlaneConfig:
     from rollout_reassembler.data_plane.transfer_queue import environment
 
     deadlines = DataPlaneConfig().deadlines
-    environment.prepare_environment(deadlines)
+    environment.prepare_environment()
     mooncake_environment.prepare_environment(deadlines)
     # Only now: the queue and the store read their environment when they are imported.
     from rollout_reassembler.data_plane.transfer_queue.connection import running_backend

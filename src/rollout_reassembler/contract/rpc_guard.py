@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sized
-from functools import lru_cache
 from typing import Any
 
 from rollout_reassembler.contract.errors import RpcPayloadError
@@ -113,12 +112,6 @@ def _flat_bytes(items: Collection[Any]) -> int | None:
     return len(joined) + _NUMBER_BYTES * (len(items) - len(texts))
 
 
-@lru_cache(maxsize=64)
-def _key_bytes(keys: tuple[str, ...], forbidden: frozenset[str]) -> int | None:
-    """The size of a record's keys, which many records share; `None` when one is forbidden."""
-    return sum(_scalar_bytes(key) or 0 for key in keys) if forbidden.isdisjoint(keys) else None
-
-
 def _measure_container(value: Any, path: str, budget: int, above: list[int]) -> int:
     if id(value) in above:
         raise RpcPayloadError(path, "a container that holds itself; metadata is a tree")
@@ -143,10 +136,10 @@ def _measure_container(value: Any, path: str, budget: int, above: list[int]) -> 
 
 
 def _measure_dict(value: dict[Any, Any], path: str, budget: int, above: list[int], forbidden: frozenset[str]) -> int:
-    if set(map(type, value)) == {str}:
-        keys, flat = _key_bytes(tuple(value), forbidden), _flat_bytes(value.values())
-        if keys is not None and flat is not None and keys + flat <= budget:
-            return keys + flat
+    if set(map(type, value)) == {str} and forbidden.isdisjoint(value):
+        keys, flat = "".join(value), _flat_bytes(value.values())
+        if keys.isascii() and flat is not None and len(keys) + flat <= budget:
+            return len(keys) + flat
     size = 0
     for key, item in value.items():
         if type(key) is not str:

@@ -65,9 +65,9 @@ class MooncakeCpuBackendConfig(_Block):
 class DataPlaneConfig(_Block):
     """Which data plane to use and how to reach it.
 
-    `cells` says how TransferQueue holds jagged columns: `"bytes"` (one bytes value a cell, several
-    times cheaper; read through this package's client) or `"tensors"` (jagged tensors that any
-    TransferQueue client reads).
+    `cells` says how TransferQueue holds jagged columns: `"bytes"` (one bytes value a cell, or an array
+    where it is large; several times cheaper, read through this package's client) or `"tensors"` (jagged
+    tensors that any TransferQueue client reads).
     """
 
     enabled: bool = True

@@ -3,7 +3,7 @@
 After a group's rows are published, `(group_id, fingerprint, answer)` is written to a companion
 partition of the canonical one, as tags of a row without columns, so that it outlives both the
 staged rows (cleared next) and the canonical rows (cleared by the trainer). It costs a healthy group
-two round trips: the look-up before publication and the write after it.
+two calls: the look-up before publication and the write after it.
 
 The record is a function of the request and the staged bytes alone (no clock in it), so two
 finalizers of one request write the same record. Records are small but stay until the training loop

@@ -1,9 +1,9 @@
 """Receipt × staged calls → one proven row, or the reason why there is none.
 
-Comes in: a receipt, and its calls in manifest order, each already proven to hash to its own digest
-(`staging.codec`). Goes out: the chain from its root to the receipt's terminal as one `LinearizedRow`.
-In between, the claims that tie them together are checked in a fixed order, and the first one that
-fails gives its code:
+Comes in: a receipt, and its calls in manifest order, as packed values (`prove_rollout`) or each already proven
+to hash to its own digest (`verify_and_linearize`). Goes out: the chain from its root to the receipt's terminal
+as one `LinearizedRow`. In between, the claims that tie them together are checked in a fixed order, and the first
+one that fails gives its code:
 
     receipt state → one row per manifest row, each equal to it → the call graph → the chain's hashes
 
@@ -39,7 +39,14 @@ from rollout_reassembler.contract.digests import (
 )
 from rollout_reassembler.contract.errors import InvalidStagedCall, VerificationError
 from rollout_reassembler.contract.records import CallRecord, RolloutReceipt, StagedCall
-from rollout_reassembler.staging.codec import PackedCall, RouteShape, pack_call, unpack_call, unpack_listed
+from rollout_reassembler.staging.codec import (
+    LISTED_FIELDS,
+    PackedCall,
+    RouteShape,
+    pack_call,
+    unpack_call,
+    unpack_listed,
+)
 from rollout_reassembler.staging.source import prove_call
 
 
@@ -125,24 +132,22 @@ def verify_and_linearize(receipt: RolloutReceipt, calls: Sequence[StagedCall | P
     Raises `VerificationError`, whose `code` names the first claim that does not hold.
     """
     check_receipt_state(receipt)
-    packed = _match_rows(receipt, calls)
-    chain = _terminal_chain(receipt)
-    return _linearize(receipt.rollout_id, chain, [packed[record.model_call_id] for record in chain])
+    return _linearize(receipt, _match_rows(receipt, calls))
 
 
 def prove_rollout(receipt: RolloutReceipt, values: Sequence[bytes]) -> LinearizedRow:
-    """The same for packed values in manifest order, whose keys are those that the manifest lists.
+    """Prove packed `values` (in manifest order) against `receipt` and linearize its terminal chain.
 
-    Raises `InvalidStagedCall` for a value that is not a call, or not that of its key, as well.
+    Each value was found under its manifest row's key, and the receipt's keys are those of its calls, as admission
+    has checked. Raises `InvalidStagedCall` for a value that is not its key's call, and `VerificationError` as
+    `verify_and_linearize` does.
     """
     calls = unpack_listed(values, receipt.rollout_id, receipt.manifest)
     if calls is None:
-        keys = [record.staging_key for record in receipt.manifest]
-        return verify_and_linearize(receipt, [prove_call(key, value) for key, value in zip(keys, values, strict=True)])
+        pairs = zip(receipt.manifest, values, strict=True)
+        return verify_and_linearize(receipt, [prove_call(record.staging_key, value) for record, value in pairs])
     check_receipt_state(receipt)
-    by_id = {call.model_call_id: call for call in calls}
-    chain = _terminal_chain(receipt)
-    return _linearize(receipt.rollout_id, chain, [by_id[record.model_call_id] for record in chain])
+    return _linearize(receipt, {call.model_call_id: call for call in calls})
 
 
 def check_receipt_state(receipt: RolloutReceipt) -> None:
@@ -184,18 +189,7 @@ def _prove(call: StagedCall) -> PackedCall:
         raise VerificationError(f"call {call.model_call_id!r}: {error.detail}", code="corrupt_digest") from error
 
 
-_MATCHED_FIELDS = (
-    "parent_call_id",
-    "mode",
-    "prev_len",
-    "delta_len",
-    "cum_len",
-    "weight_version",
-    "digest",
-    "extras_digest",
-    "chain_hash",
-    "cumulative_hash",
-)
+_MATCHED_FIELDS = LISTED_FIELDS[1:]
 _matched_fields = attrgetter(*_MATCHED_FIELDS)
 
 
@@ -259,16 +253,17 @@ def _refuse_cycle(records: Sequence[CallRecord], by_id: Mapping[str, CallRecord]
         acyclic |= walked
 
 
-def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]) -> LinearizedRow:
-    """Put the chain's deltas end to end, checking each link and then the whole."""
+def _linearize(receipt: RolloutReceipt, proven: Mapping[str, PackedCall]) -> LinearizedRow:
+    """Put the terminal chain's deltas end to end, checking the graph, each link and then the whole."""
+    chain = [proven[record.model_call_id] for record in _terminal_chain(receipt)]
     link = b""
     deltas: list[memoryview] = []
     log_probs: list[memoryview] = []
     runs: list[int] = []
-    for record, call in zip(chain, calls, strict=True):
-        tokens, values = call.encoded()
+    for call in chain:
+        tokens = call.encoded_token_ids
         link = encoded_chain_link(link, tokens)
-        if link.hex() != record.chain_hash:
+        if link.hex() != call.chain_hash:
             raise VerificationError(
                 f"call {call.model_call_id!r} does not extend its parent's chain", code="chain_hash_mismatch"
             )
@@ -280,10 +275,10 @@ def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]
         if carry_len == call.delta_len:
             raise VerificationError(f"call {call.model_call_id!r} generated no token", code="empty_generation")
         deltas.append(tokens[8:])
-        log_probs.append(values)
+        log_probs.append(call.encoded_log_probs)
         runs += (carry_len, call.delta_len - carry_len)
     row = b"".join(deltas)
-    cumulative = hashlib.sha256(CUMULATIVE_DOMAIN + u64(calls[-1].cum_len))
+    cumulative = hashlib.sha256(CUMULATIVE_DOMAIN + u64(chain[-1].cum_len))
     cumulative.update(row)
     if cumulative.hexdigest() != chain[-1].cumulative_hash:
         raise VerificationError(
@@ -291,11 +286,11 @@ def _linearize(rollout_id: str, chain: list[CallRecord], calls: list[PackedCall]
             code="cumulative_hash_mismatch",
         )
     return LinearizedRow(
-        rollout_id=rollout_id,
+        rollout_id=receipt.rollout_id,
         token_ids=np.frombuffer(row, ">i8").astype(np.int64),
-        token_mask=np.repeat(np.tile(_CARRY_THEN_GENERATION, len(calls)), runs),
+        token_mask=np.repeat(np.tile(_CARRY_THEN_GENERATION, len(chain)), runs),
         logprobs=np.frombuffer(b"".join(log_probs), ">f4").astype(np.float32),
-        calls=tuple(calls),
+        calls=tuple(chain),
     )
 
 

@@ -16,7 +16,7 @@ order, so nothing is stored twice and proving a row is one hash over the bytes a
 
     unpack_call(value)                          →  PackedCall: parsed, checked and proven
     unpack_listed(values, rollout_id, records)  →  the same calls, where each value is exactly what its
-                                                   record lists: compared with it, not parsed
+                                                   record lists: held against it, not parsed
 
 A `PackedCall` that exists is valid: its columns have `delta_len` values, masks are 0 or 1, a mask-0
 token has log probability 0, everything is finite, and the contents hash to the digest. What it
@@ -54,9 +54,10 @@ VERSION = 1
 
 _HEADER = struct.Struct(">4sBBHIHH32s")
 _PREAMBLE = CALL_DOMAIN + bytes([SCHEMA_VERSION, DIGEST_VERSION, EXTRAS_DIGEST_VERSION])
+_DIGEST_AT = _HEADER.size - 32
 _TEXTS_AT = _HEADER.size + len(_PREAMBLE)
 _U64 = struct.Struct(">Q")
-_LENGTHS = struct.Struct(">6Q")
+_LENGTHS = struct.Struct(">4Q")
 _COUNTS = struct.Struct(">2Q")
 _TAIL = struct.Struct(">32sc32sc32s")
 _PRESENT = b"\x01"
@@ -64,9 +65,6 @@ _ROOT = optional_text(None) + text("text")
 _CHILD_MODE = text("token_in")
 _BOUNDARY_FLAG = 1
 _ONE = struct.pack(">f", 1.0)
-_STEP_AT = 1 << 14
-_STEP = bytes(4 * _STEP_AT) + _ONE * _STEP_AT
-"""A mask of so many zeros, then as many ones: every shorter mask in order is a piece of it."""
 _TOKEN_ID = np.dtype(">i8")
 _FLOAT = np.dtype(">f4")
 
@@ -113,25 +111,24 @@ class PackedCall(NamedTuple):
 
     @property
     def token_mask_delta(self) -> npt.NDArray[np.float32]:
-        return np.frombuffer(self.value, _FLOAT, self.delta_len, self.mask_at)
+        _, mask_at, _, _ = _columns_at(self.tokens_at, self.delta_len)
+        return np.frombuffer(self.value, _FLOAT, self.delta_len, mask_at)
 
     @property
     def generation_log_probs_delta(self) -> npt.NDArray[np.float32]:
-        return np.frombuffer(self.value, _FLOAT, self.delta_len, self.log_probs_at)
+        _, _, log_probs_at, _ = _columns_at(self.tokens_at, self.delta_len)
+        return np.frombuffer(self.value, _FLOAT, self.delta_len, log_probs_at)
 
     @property
-    def mask_at(self) -> int:
-        return self.tokens_at + 8 * self.delta_len + _COUNTS.size
+    def encoded_token_ids(self) -> memoryview:
+        """The delta's tokens as the digests encode them: the count, then 8 bytes a token."""
+        return memoryview(self.value)[self.tokens_at - 8 : self.tokens_at + 8 * self.delta_len]
 
     @property
-    def log_probs_at(self) -> int:
-        return self.tokens_at + 12 * self.delta_len + 2 * _COUNTS.size
-
-    def encoded(self) -> tuple[memoryview, memoryview]:
-        """Tokens as the digests encode them (the count, then 8 bytes each), log probabilities (4 bytes each)."""
-        view, n, at = memoryview(self.value), self.delta_len, self.tokens_at
-        log_probs_at = at + 12 * n + 2 * _COUNTS.size
-        return view[at - 8 : at + 8 * n], view[log_probs_at : log_probs_at + 4 * n]
+    def encoded_log_probs(self) -> memoryview:
+        """The delta's log probabilities, 4 bytes each, big-endian."""
+        _, _, log_probs_at, tail_at = _columns_at(self.tokens_at, self.delta_len)
+        return memoryview(self.value)[log_probs_at:tail_at]
 
     def to_call(self) -> StagedCall:
         """The same call as a record, with native arrays."""
@@ -154,6 +151,12 @@ class PackedCall(NamedTuple):
         )
 
 
+LISTED_FIELDS = PackedCall._fields[2:13]
+"""What a manifest row says of a call as well, from its id to its cumulative hash."""
+
+_listed_fields = attrgetter(*LISTED_FIELDS)
+
+
 def pack_call(call: StagedCall, routes: RouteShape = NO_ROUTES) -> bytes:
     """The packed value of a call. Its extras are not in it; `routes` says what routes they hold."""
     flags = _BOUNDARY_FLAG if routes.boundary else 0
@@ -172,48 +175,33 @@ def unpack_call(value: bytes) -> PackedCall:
 def unpack_listed(values: Iterable[bytes], rollout_id: str, records: Iterable[CallRecord]) -> list[PackedCall] | None:
     """The calls of `rollout_id` that `records` list, from their values, in that order; each proven.
 
-    A record says every byte of its call's value but the columns, so the value is held against those
-    bytes. `None` when one of the values is anything else: `unpack_call` says what it is.
+    A record says every byte of a value but its header and its columns, so the value is held against those
+    bytes. `None` when one of the values is anything else: `unpack_call` says what it is. Raises
+    `InvalidStagedCall` for a column that no call can have.
     """
     rollout = _PREAMBLE + text(rollout_id)
     calls: list[PackedCall] = []
     for value, record in zip(values, records, strict=True):
         listed = _listed_fields(record)
-        call_id, parent_id, _, prev_len, n, cum_len, weight_version, digest, extras, chain, cumulative = listed
+        call_id, parent_id, _, prev_len, delta_len, cum_len, weight_version, digest, extras, chain, cumulative = listed
         lineage = _ROOT if parent_id is None else _PRESENT + text(parent_id) + _CHILD_MODE
-        lengths = _LENGTHS.pack(prev_len, n, cum_len, weight_version, 8 + 8 * n, n)
+        lengths = _LENGTHS.pack(prev_len, delta_len, cum_len, weight_version)
         proof = bytes.fromhex(digest)
         head = b"".join((proof, rollout, text(call_id), lineage, lengths))
         tail = _PRESENT.join((bytes.fromhex(extras), bytes.fromhex(chain), bytes.fromhex(cumulative)))
-        floats = _COUNTS.pack(8 + 4 * n, n)
-        tokens_at = _DIGEST_AT + len(head)
-        mask_at = tokens_at + 8 * n + _COUNTS.size
-        log_probs_at = mask_at + 4 * n + _COUNTS.size
-        routes = NO_ROUTES if value.startswith(_PLAIN) else _route_shape(value)
+        tokens_at = _DIGEST_AT + len(head) + _COUNTS.size
+        routes = _route_shape(value)
         if (
             routes is None
-            or len(value) != log_probs_at + 4 * n + _TAIL.size
             or not value.startswith(head, _DIGEST_AT)
             or not value.endswith(tail)
-            or not value.startswith(floats, mask_at - _COUNTS.size)
-            or not value.startswith(floats, log_probs_at - _COUNTS.size)
+            or not _has_columns(value, delta_len, places := _columns_at(tokens_at, delta_len))
             or hashlib.sha256(memoryview(value)[_HEADER.size :]).digest() != proof
         ):
             return None
-        carry_len = _check_columns(value, n, tokens_at, mask_at, log_probs_at)
+        carry_len = _check_columns(value, delta_len, places)
         calls.append(PackedCall._make((value, rollout_id, *listed, carry_len, routes, tokens_at)))
     return calls
-
-
-_listed_fields = attrgetter(
-    *("model_call_id", "parent_call_id", "mode", "prev_len", "delta_len", "cum_len", "weight_version"),
-    *("digest", "extras_digest", "chain_hash", "cumulative_hash"),
-)
-"""What a record says of a call, in the order in which a `PackedCall` has it."""
-
-_DIGEST_AT = _HEADER.size - 32
-_PLAIN = _HEADER.pack(MAGIC, VERSION, 0, 0, 0, 0, 0, b"")[:_DIGEST_AT]
-"""The header before the digest, of a call without routes."""
 
 
 def _route_shape(value: bytes) -> RouteShape | None:
@@ -248,25 +236,18 @@ def _unpack(value: bytes) -> PackedCall:
         mode, at = "token_in", at + len(_CHILD_MODE)
     else:
         raise InvalidStagedCall(f"call {model_call_id!r}: neither a root of mode text nor a call with a parent")
-    prev_len, delta_len, cum_len, weight_version, token_bytes, count = _LENGTHS.unpack_from(value, at)
-    tokens_at = at + _LENGTHS.size
-    mask_at = tokens_at + 8 * delta_len + _COUNTS.size
-    log_probs_at = mask_at + 4 * delta_len + _COUNTS.size
-    tail_at = log_probs_at + 4 * delta_len
-    if len(value) != tail_at + _TAIL.size:
-        raise InvalidStagedCall(f"{len(value)} bytes for {delta_len} tokens; expected {tail_at + _TAIL.size}")
-    floats = _COUNTS.pack(8 + 4 * delta_len, delta_len)
-    if (
-        (token_bytes, count) != (8 + 8 * delta_len, delta_len)
-        or not value.startswith(floats, mask_at - _COUNTS.size)
-        or not value.startswith(floats, log_probs_at - _COUNTS.size)
-    ):
-        raise InvalidStagedCall(f"call {model_call_id!r}: the columns do not all have delta_len {delta_len} values")
+    prev_len, delta_len, cum_len, weight_version = _LENGTHS.unpack_from(value, at)
+    tokens_at = at + _LENGTHS.size + _COUNTS.size
+    places = _columns_at(tokens_at, delta_len)
+    if not _has_columns(value, delta_len, places):
+        raise InvalidStagedCall(
+            f"call {model_call_id!r}: not three columns of delta_len {delta_len} in a value of {len(value)} bytes"
+        )
     if not (rollout_id and model_call_id and delta_len) or cum_len != prev_len + delta_len or parent_call_id == "":
         raise InvalidStagedCall(f"call {model_call_id!r}: empty id or delta, or lengths that do not add up")
     if (prev_len == 0) != (parent_call_id is None):
         raise InvalidStagedCall(f"call {model_call_id!r}: prev_len {prev_len} with parent {parent_call_id!r}")
-    extras, has_chain, chain, has_cumulative, cumulative = _TAIL.unpack_from(value, tail_at)
+    extras, has_chain, chain, has_cumulative, cumulative = _TAIL.unpack_from(value, len(value) - _TAIL.size)
     if has_chain != _PRESENT or has_cumulative != _PRESENT:
         raise InvalidStagedCall(f"call {model_call_id!r}: a hash that is not marked as present")
     return PackedCall(
@@ -283,7 +264,7 @@ def _unpack(value: bytes) -> PackedCall:
         extras.hex(),
         chain.hex(),
         cumulative.hex(),
-        _check_columns(value, delta_len, tokens_at, mask_at, log_probs_at),
+        _check_columns(value, delta_len, places),
         routes,
         tokens_at,
     )
@@ -297,7 +278,31 @@ def _text(value: bytes, at: int) -> tuple[str, int]:
     return value[start:end].decode(), end
 
 
-def _check_columns(value: bytes, n: int, tokens_at: int, mask_at: int, log_probs_at: int) -> int | None:
+Places = tuple[int, int, int, int]
+"""Where the tokens, the mask, the log probabilities and the tail of a value begin, in bytes."""
+
+
+def _columns_at(tokens_at: int, n: int) -> Places:
+    """The places of three columns of `n` values from `tokens_at` on."""
+    mask_at = tokens_at + 8 * n + _COUNTS.size
+    log_probs_at = mask_at + 4 * n + _COUNTS.size
+    return tokens_at, mask_at, log_probs_at, log_probs_at + 4 * n
+
+
+def _has_columns(value: bytes, n: int, places: Places) -> bool:
+    """Whether three columns of `n` values, then a tail, fill the value to its end."""
+    tokens_at, mask_at, log_probs_at, tail_at = places
+    if len(value) != tail_at + _TAIL.size:  # from here on the counts fit their 64 bits
+        return False
+    floats = _COUNTS.pack(8 + 4 * n, n)
+    return (
+        value.startswith(_COUNTS.pack(8 + 8 * n, n), tokens_at - _COUNTS.size)
+        and value.startswith(floats, mask_at - _COUNTS.size)
+        and value.startswith(floats, log_probs_at - _COUNTS.size)
+    )
+
+
+def _check_columns(value: bytes, n: int, places: Places) -> int | None:
     """The carry length of a call in order, `None` for another order; raises where a column is invalid.
 
     At some thousand calls a second the cost of this function is numpy's cost a call, so the common
@@ -305,28 +310,24 @@ def _check_columns(value: bytes, n: int, tokens_at: int, mask_at: int, log_probs
     equals zeros then ones, and a float whose first byte is neither 7f nor ff is below 2**127.
     Whatever these tests do not settle is looked at exactly.
     """
+    tokens_at, mask_at, log_probs_at, tail_at = places
     first_one = value.find(_ONE[0], mask_at, mask_at + 4 * n)
     carry = n if first_one < 0 else (first_one - mask_at) // 4
-    mask = _mask_in_order(carry, n - carry)
-    exponents = value[log_probs_at + 4 * carry : log_probs_at + 4 * n : 4]
+    zeros = bytes(4 * carry)
+    exponents = value[log_probs_at + 4 * carry : tail_at : 4]
     if (
         value[tokens_at : tokens_at + 8 * n : 8].isascii()
-        and value.startswith(mask, mask_at)
-        and value.startswith(mask[: 4 * carry], log_probs_at)
+        and value.startswith(zeros + _ONE * (n - carry), mask_at)
+        and value.startswith(zeros, log_probs_at)
         and 0x7F not in exponents
         and 0xFF not in exponents
     ):
         return carry
-    return _check_columns_exactly(value, n, tokens_at, mask_at, log_probs_at)
+    return _check_columns_exactly(value, n, places)
 
 
-def _mask_in_order(zeros: int, ones: int) -> bytes:
-    if max(zeros, ones) <= _STEP_AT:
-        return _STEP[4 * (_STEP_AT - zeros) : 4 * (_STEP_AT + ones)]
-    return bytes(4 * zeros) + _ONE * ones
-
-
-def _check_columns_exactly(value: bytes, n: int, tokens_at: int, mask_at: int, log_probs_at: int) -> int | None:
+def _check_columns_exactly(value: bytes, n: int, places: Places) -> int | None:
+    tokens_at, mask_at, log_probs_at, _ = places
     ids = np.frombuffer(value, ">i8", n, tokens_at)
     mask = np.frombuffer(value, ">f4", n, mask_at)
     log_probs = np.frombuffer(value, ">f4", n, log_probs_at)

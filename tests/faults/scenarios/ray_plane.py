@@ -36,7 +36,7 @@ from rollout_reassembler.data_plane.config import Deadlines, SimpleBackendConfig
 from tests.captures import CANONICAL, PAD, STAGING, registered
 from tests.faults.groups import KINDS, Group, count
 from tests.faults.mortal import Mortal
-from tests.faults.round_trips import Death
+from tests.faults.requests import Death
 from tests.reassembly.contents import RECORDS
 
 DEADLINES = Deadlines(read=5, write=5, clear=5, metadata=5, connect=20, bootstrap=90, checkpoint=30)

@@ -1,4 +1,4 @@
-"""What both arms of a bench can do, so that one loop measures them alike."""
+"""What all arms of a bench can do, so that one loop measures them alike."""
 
 from __future__ import annotations
 

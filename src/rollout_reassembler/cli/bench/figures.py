@@ -69,8 +69,9 @@ class HashLimit:
     """How near the work from packed values to linearized rows, on one thread, comes to SHA-256 alone.
 
     Every token is hashed as 32 bytes, so `sha256_tokens_per_s` is what the machine's SHA-256 allows.
-    `decode_ms` (parse, check, prove each call) and `verify_ms` (receipt, chain, row) are their medians
-    for a whole group; `fraction` is the median of hashing time over that of the work, in each round.
+    `decode_ms` (prove each call to be what its manifest row lists) is timed alone, `verify_ms` (chain, row) is
+    the rest of the work, both for a whole group; `fraction` is the median of hashing time over that of the
+    work, in each round.
     """
 
     sha256_gb_per_s: float
@@ -110,7 +111,8 @@ class Workload:
 class BenchReport:
     """One run of one shape. `ratio` is the reference's median milliseconds a group over ours.
 
-    `reference_note` says what the reference arm ran on, or why it did not run.
+    `reference_tuned` is the reference arm as somebody who knows torch's nested tensors well would write it, and
+    `ratio_tuned` its ratio. `reference_note` says what the reference arms ran on, or why they did not run.
     """
 
     shape: str
@@ -120,6 +122,8 @@ class BenchReport:
     ours: ArmFigures
     reference: ArmFigures | None
     ratio: float | None
+    reference_tuned: ArmFigures | None
+    ratio_tuned: float | None
     staging_ratio: dict[str, float] | None
     reference_note: str
     hash_limit: HashLimit

@@ -17,9 +17,8 @@ import numpy as np
 from rollout_reassembler.cli.bench.figures import HashLimit, MachineFacts
 from rollout_reassembler.cli.bench.shapes import MadeGroup
 from rollout_reassembler.contract.bounds import parse_receipt
-from rollout_reassembler.reassembly.verify import verify_and_linearize
-from rollout_reassembler.staging.codec import pack_call
-from rollout_reassembler.staging.source import prove_call
+from rollout_reassembler.reassembly.verify import prove_rollout
+from rollout_reassembler.staging.codec import pack_call, unpack_listed
 
 HASHED_BYTES_A_TOKEN = 32
 _PACKAGES = ("rollout-reassembler", "numpy", "ray", "tensordict", "torch", "TransferQueue", "nemo-gym")
@@ -44,30 +43,32 @@ def measure_hash_limit(group: MadeGroup) -> HashLimit:
 
     What is compared is always a pair of neighbours in time, so that a machine that slows down does so for both.
     """
-    values = [[(call.staging_key, pack_call(call)) for call in calls] for calls in group.calls]
     receipts = [parse_receipt(receipt) for receipt in group.receipts]
+    rollouts = [
+        (receipt, [pack_call(call) for call in calls]) for receipt, calls in zip(receipts, group.calls, strict=True)
+    ]
     hashed_bytes = HASHED_BYTES_A_TOKEN * group.shape.tokens
-    hash_s, decode_s, verify_s = [], [], []
+    hash_s, decode_s, work_s = [], [], []
     for _ in range(_HASH_ROUNDS):
         start = time.perf_counter()
         _hash(hashed_bytes)
         hashed = time.perf_counter()
-        proven = [[prove_call(key, value) for key, value in rollout] for rollout in values]
+        for receipt, staged in rollouts:
+            prove_rollout(receipt, staged)
+        proven = time.perf_counter()
+        for receipt, staged in rollouts:
+            unpack_listed(staged, receipt.rollout_id, receipt.manifest)
         decoded = time.perf_counter()
-        for receipt, calls in zip(receipts, proven, strict=True):
-            verify_and_linearize(receipt, calls)
-        verified = time.perf_counter()
         hash_s.append(hashed - start)
-        decode_s.append(decoded - hashed)
-        verify_s.append(verified - decoded)
-    work_s = np.add(decode_s, verify_s)
-    hashing = float(np.median(hash_s))
+        work_s.append(proven - hashed)
+        decode_s.append(decoded - proven)
+    hashing, work, decode = (float(np.median(seconds)) for seconds in (hash_s, work_s, decode_s))
     return HashLimit(
         sha256_gb_per_s=hashed_bytes / hashing / 1e9,
         sha256_tokens_per_s=group.shape.tokens / hashing,
-        decode_ms=float(np.median(decode_s)) * 1e3,
-        verify_ms=float(np.median(verify_s)) * 1e3,
-        tokens_per_s=group.shape.tokens / float(np.median(work_s)),
+        decode_ms=decode * 1e3,
+        verify_ms=max(0.0, work - decode) * 1e3,
+        tokens_per_s=group.shape.tokens / work,
         fraction=float(np.median(np.divide(hash_s, work_s))),
     )
 

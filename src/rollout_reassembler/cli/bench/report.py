@@ -26,7 +26,8 @@ def write_report(report: BenchReport, path: Path) -> None:
 
 def print_report(report: BenchReport, console: Console) -> None:
     """The report as two tables, with the ratio and the limit below."""
-    arms = {name: arm for name, arm in (("ours", report.ours), ("reference", report.reference)) if arm is not None}
+    columns = {"ours": report.ours, "reference": report.reference, "tuned": report.reference_tuned}
+    arms = {name: arm for name, arm in columns.items() if arm is not None}
     console.print(_figures_table(report, arms))
     console.print(_phases_table(arms))
     limit = report.hash_limit
@@ -37,7 +38,8 @@ def print_report(report: BenchReport, console: Console) -> None:
     if report.ratio is not None and report.staging_ratio is not None:
         staging = ", ".join(f"{ratio:.1f}× at {callers}" for callers, ratio in report.staging_ratio.items())
         console.print(
-            f"[bold]ratio {report.ratio:.1f}×[/] (reference ÷ ours, ms a group); staging {staging} concurrent"
+            f"[bold]ratio {report.ratio:.1f}×[/] (reference ÷ ours, ms a group), "
+            f"{report.ratio_tuned:.1f}× with the reference tuned; staging {staging} concurrent"
         )
     console.print(f"reference: {report.reference_note}")
     load = ", ".join(f"{value:g}" for value in report.machine.load_average)

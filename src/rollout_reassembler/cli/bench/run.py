@@ -1,7 +1,7 @@
 """The run: stage a group, finalize it through each arm in turn, again and again, and add up.
 
-warm-up    one group each, not measured; both arms must have published the same rows
-measured   `repeat` groups each, in turn: ours, reference, ours, reference …
+warm-up    one group each, not measured; all arms must have published the same rows
+measured   `repeat` groups each, in turn: ours, reference, reference tuned, ours …
 memory     one more group each, for the peak alone
 staging    rows a second through each arm's sink
 hashing    packed values → rows on one thread, against SHA-256 alone
@@ -115,7 +115,8 @@ def measure(
     to_stage = staging_group(shape, seed=settings.seed).all_calls
     arms: dict[str, Arm] = {"ours": OursArm(client)}
     if settings.reference:
-        arms["reference"] = _reference_arm(settings.plane)
+        arms["reference"] = _reference_arm(settings.plane, tuned=False)
+        arms["reference_tuned"] = _reference_arm(settings.plane, tuned=True)
     _check_rows(arms, group, progress)
     runs = _measured_runs(arms, group, settings.repeat, progress)
     traffic = {name: arm.traffic() for name, arm in arms.items()}
@@ -126,8 +127,10 @@ def measure(
     for name, arm in arms.items():
         progress(f"memory and staging, {name}")
         peak = _peak_of_a_group(arm, group)
-        figures[name] = _figures(shape, runs[name], traffic[name], peak, staging_rates(arm, to_stage))
-    ours, reference = figures["ours"], figures.get("reference")
+        # Tuned or not, the reference stages alike.
+        rates = figures["reference"].staging_rows_per_s if name == "reference_tuned" else staging_rates(arm, to_stage)
+        figures[name] = _figures(shape, runs[name], traffic[name], peak, rates)
+    ours, reference, tuned = figures["ours"], figures.get("reference"), figures.get("reference_tuned")
     return BenchReport(
         shape=shape.name,
         plane=settings.plane,
@@ -136,6 +139,8 @@ def measure(
         ours=ours,
         reference=reference,
         ratio=reference.ms.median / ours.ms.median if reference else None,
+        reference_tuned=tuned,
+        ratio_tuned=tuned.ms.median / ours.ms.median if tuned else None,
         staging_ratio=_ratios(ours.staging_rows_per_s, reference.staging_rows_per_s) if reference else None,
         reference_note=_reference_note(settings),
         hash_limit=limit,
@@ -267,11 +272,11 @@ def _require_reference() -> None:
             ) from error
 
 
-def _reference_arm(plane: BenchPlane) -> Arm:
+def _reference_arm(plane: BenchPlane, *, tuned: bool) -> Arm:
     from rollout_reassembler.cli.bench.reference import ReferenceArm
     from rollout_reassembler.cli.bench.reference_rows import HeldRows, QueueRows
 
-    return ReferenceArm(HeldRows() if plane == "memory" else QueueRows())
+    return ReferenceArm(HeldRows() if plane == "memory" else QueueRows(), tuned=tuned)
 
 
 def _reference_note(settings: BenchSettings) -> str:

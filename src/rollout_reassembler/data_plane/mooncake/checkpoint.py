@@ -38,6 +38,7 @@ from rollout_reassembler.data_plane.mooncake.owners import Owner
 from rollout_reassembler.data_plane.mooncake.rows import MooncakeRows
 from rollout_reassembler.data_plane.mooncake.store import MooncakeStore, StoreFailure, as_data_plane_error
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
+from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_controller, save_controller
 
 T = TypeVar("T")
 
@@ -96,7 +97,7 @@ class CheckpointDriver:
         try:
             self._load_objects(site, directory, manifest, _balanced(site, segments, before, new), old)
             with self._rows.sockets.call(site, self._left()) as call:
-                self._rows.load_controller(call, directory / CONTROLLER)
+                load_controller(call, self._rows.controller, directory / CONTROLLER)
         except ReassemblerError as error:
             self._undo([saved.name for saved in new], error)
             raise
@@ -133,7 +134,7 @@ class CheckpointDriver:
             for name, offset, size, sha256 in answer["objects"]
         )
         with self._rows.sockets.call(site, self._left()) as call:
-            self._rows.save_controller(call, partial / CONTROLLER)
+            save_controller(call, self._rows.controller, partial / CONTROLLER)
         shards = {answer["shard"]: answer["size"] for answer in answers}
         write_manifest(partial, Manifest(checkpoint, sha256_of(partial / CONTROLLER), shards, saved, metadata))
 

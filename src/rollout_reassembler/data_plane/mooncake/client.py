@@ -41,7 +41,7 @@ class MooncakeDataPlane(TransferQueueDataPlane):
 
     def __init__(self, cfg: DataPlaneConfig, *, bootstrap: bool) -> None:
         check_version()
-        prepare_environment(cfg.deadlines)
+        prepare_environment()
         # Before the queue is imported, which imports Mooncake: how much that logs is settled then.
         environment.prepare_environment(cfg.deadlines)
         from rollout_reassembler.data_plane.mooncake import connection

@@ -1,7 +1,7 @@
 """What one call does on the wire where values are objects of a Mooncake store.
 
-    put    1 what do these rows hold?   2 number the keys   3 write objects   4 tags
-           5 tell the controller where   6 remove the objects that were replaced
+    put    1 what do these rows hold?   2 number the keys   3 write objects
+           4 tags; then: where the objects are   5 remove the objects that were replaced
     get    1 number the keys (their cells come along)   2 read objects
     clear  1 number the keys   2 hide them from readers   3 remove objects   4 drop the numbers
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from transfer_queue.metadata import BatchMeta
@@ -27,7 +26,6 @@ from rollout_reassembler.data_plane.mooncake.objects import RowIndex, StoredObje
 from rollout_reassembler.data_plane.mooncake.store import StoreFailure, as_data_plane_error
 from rollout_reassembler.data_plane.mooncake.values import MooncakeValues
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer
-from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_controller, save_controller
 from rollout_reassembler.data_plane.transfer_queue.rows import OWNER, QueueRows, RowsRead
 from rollout_reassembler.data_plane.transfer_queue.sockets import Call, QueueSockets
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues
@@ -68,12 +66,6 @@ class MooncakeRows(QueueRows):
             for place in produced:
                 found.update((stored.name, stored) for stored in RowIndex.of(indexes[place]).columns.values())
         return found
-
-    def save_controller(self, call: Call, path: Path) -> None:
-        save_controller(call, self.controller, path)
-
-    def load_controller(self, call: Call, path: Path) -> None:
-        load_controller(call, self.controller, path)
 
     def close(self, seconds: float) -> None:
         super().close(seconds)
@@ -122,7 +114,7 @@ class MooncakeRows(QueueRows):
     def _all_indexes(self, call: Call, partition: str) -> dict[int, Any]:
         """The index cells of the partition, also of rows that a clear has hidden and not removed."""
         request = ZMQRequestType.GET_PARTITION_META
-        answer = self._ask(call, request, ZMQRequestType.GET_PARTITION_META_RESPONSE, {"partition_id": partition})
+        answer = self._ask(call, request, {"partition_id": partition})
         meta = answer["metadata"]
         if not meta:
             return {}

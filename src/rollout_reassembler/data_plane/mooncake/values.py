@@ -8,6 +8,7 @@ The store's calls block for as long as they like, so they run on a few threads o
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from rollout_reassembler.data_plane.mooncake.objects import Names, RowIndex, pac
 from rollout_reassembler.data_plane.mooncake.store import MooncakeStore, StoreFailure
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
 from rollout_reassembler.data_plane.transfer_queue.rows import OWNER
-from rollout_reassembler.data_plane.transfer_queue.sockets import Call, Reply
+from rollout_reassembler.data_plane.transfer_queue.sockets import Call
 from rollout_reassembler.data_plane.transfer_queue.store import BackendMeta
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues
 
@@ -37,15 +38,17 @@ class MooncakeValues:
     def __init__(self, store: MooncakeStore) -> None:
         self.store = store
         host, _, port = store.address.rpartition(":")
-        # Memory hosts come and go; a read that one does not answer says so itself.
-        self._master = Peer("the Mooncake master", host, int(port))
+        # Looked up once: a name server may take longer than a call has. Memory hosts come and go, and are no
+        # peers: a read that one does not answer says so itself.
+        address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0][4][0]
+        self._master = Peer("the Mooncake master", str(address), int(port))
         self._names = Names()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mooncake")
         self._running = 0
         self._counting = threading.Lock()
 
     def put(self, call: Call, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
-        """Write new objects beside those that the rows have; leaves none behind when it fails."""
+        """Write new objects beside those that the rows have; leaves none behind when the store fails."""
         values = {name: column for name, column in columns.items() if name != OWNER}
         packed = [
             pack_row({name: _cell(values[name][row]) for name in values}, self._names) for row in range(len(meta))
@@ -84,9 +87,8 @@ class MooncakeValues:
             columns[OWNER] = [RowIndex.of(cell).owner for cell in owner_cells]
         return columns
 
-    def clear(self, call: Call, meta: Any, hidden: Reply) -> None:
-        """Remove all objects of these rows, once nobody finds them: without its objects a row looks lost."""
-        hidden.body()
+    def clear(self, call: Call, meta: Any) -> None:
+        """Remove all objects of these rows."""
         names = {name for row in meta._custom_backend_meta if OWNER in row for name in RowIndex.of(row[OWNER]).names()}
         if names:
             self._run(call, lambda: self.store.remove(sorted(names)))
@@ -117,7 +119,12 @@ class MooncakeValues:
                 with self._counting:
                     self._running -= 1
 
-        return call.wait_for(self._threads.submit(counted), self._master)
+        done = self._threads.submit(counted)
+        try:
+            return call.wait_for(done, self._master)
+        finally:
+            # What has not begun when its call ends must not be done behind it.
+            done.cancel()
 
 
 def _cell(value: Any) -> Any:

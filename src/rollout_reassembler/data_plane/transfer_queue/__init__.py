@@ -5,7 +5,10 @@ rows.py        what one call does on the wire: its steps, each a round trip
 store.py       where values lie; another backend replaces it
 sockets.py     round trips that end: sockets, deadlines, lost peers
 wire.py        a checked column as the queue holds it, and back
+calls.py       what an error says about its call; the processes that a call depends on
+checkpoint.py  the queue's state on disk
 connection.py  starting the queue, attaching to it, ending it
+environment.py the version that this adapter was measured with, and what the queue reads from the environment
 """
 
 from rollout_reassembler.data_plane.transfer_queue.client import TransferQueueDataPlane

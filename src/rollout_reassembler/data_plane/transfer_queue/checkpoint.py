@@ -38,7 +38,6 @@ def save_queue(
         call.send(
             unit,
             ZMQRequestType.SAVE_STORAGE_CHECKPOINT,
-            ZMQRequestType.SAVE_STORAGE_CHECKPOINT_RESPONSE,
             {"path": str(partial / _UNITS / _unit_file(position, unit.id))},
         )
         for position, unit in enumerate(units)
@@ -65,7 +64,6 @@ def load_queue(call: Call, controller: Peer, units: Sequence[Peer], directory: P
         call.send(
             units[saved["position"]],
             ZMQRequestType.LOAD_STORAGE_CHECKPOINT,
-            ZMQRequestType.LOAD_STORAGE_CHECKPOINT_RESPONSE,
             {"path": str(directory / _UNITS / _unit_file(saved["position"], saved["storage_unit_id"]))},
         )
         for saved in which
@@ -79,14 +77,14 @@ def load_queue(call: Call, controller: Peer, units: Sequence[Peer], directory: P
 def save_controller(call: Call, controller: Peer, path: Path) -> None:
     """Have the controller write its state to a file."""
     request = ZMQRequestType.SAVE_CONTROLLER_CHECKPOINT
-    answer = call.ask(controller, request, ZMQRequestType.SAVE_CONTROLLER_CHECKPOINT_RESPONSE, {"path": str(path)})
+    answer = call.ask(controller, request, {"path": str(path)})
     _require_success(call, [answer])
 
 
 def load_controller(call: Call, controller: Peer, path: Path) -> None:
     """Have the controller replace its state by that of a file."""
     request = ZMQRequestType.LOAD_CONTROLLER_CHECKPOINT
-    answer = call.ask(controller, request, ZMQRequestType.LOAD_CONTROLLER_CHECKPOINT_RESPONSE, {"path": str(path)})
+    answer = call.ask(controller, request, {"path": str(path)})
     _require_success(call, [answer])
 
 

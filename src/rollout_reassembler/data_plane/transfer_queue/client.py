@@ -13,7 +13,8 @@ What to know beyond `base.py`:
   told first. So whoever starts a queue has it set many numbers aside: two clients may then write or clear
   one key at the same time, and no other row suffers, unless one of them is held up for as long as it
   takes to write that many rows. Two clients that tag one row at the same time may lose a tag.
-- A call runs in its caller's thread, with sockets of its own (`calls.py`); any number run at a time.
+- A call runs in its caller's thread, with sockets of its own (`sockets.py`); any number run at a time.
+- Connect after a fork, not before: a client does not work in a forked child, and says so.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ class TransferQueueDataPlane:
     """A connection to the TransferQueue of this Ray cluster. Safe to share between threads.
 
     A call takes as long as its deadline at most; the first one on a partition also looks up its
-    columns, which has the metadata deadline. Up to eight calls run at a time, others wait.
+    columns, which has the metadata deadline.
     """
 
     def __init__(self, cfg: DataPlaneConfig, *, bootstrap: bool) -> None:
         check_version()
-        prepare_environment(cfg.deadlines)
+        prepare_environment()
         # Only now: the queue reads its environment when it is imported.
         from rollout_reassembler.data_plane.transfer_queue import connection
 

@@ -101,23 +101,17 @@ def connect_sockets(controller_info: Any, unit_infos: Mapping[str, Any], seconds
     """
     units = [Peer("a storage unit", unit.ip, unit.ports["put_get_socket"], unit.id) for unit in unit_infos.values()]
     rows = QueueRows(QueueSockets(), controller_peer(controller_info), SimpleStore(units))
-    greet_controller(rows, seconds)
+    try:
+        with rows.sockets.call(_ATTACH, seconds) as call:
+            rows.partitions(call)
+    except DataPlaneTimeout as error:
+        raise _ATTACH.unavailable(f"{rows.controller} does not answer", seconds) from error
     return rows
 
 
 def controller_peer(info: Any) -> Peer:
     """The controller that the queue's config tells of."""
     return Peer("the queue's controller", info.ip, info.ports["request_handle_socket"], info.id)
-
-
-def greet_controller(rows: QueueRows, seconds: float) -> None:
-    """Ask the controller something, to know that it is there. Raises `DataPlaneUnavailable`."""
-    try:
-        with rows.sockets.call(_ATTACH, seconds) as call:
-            rows.partitions(call)
-    except DataPlaneTimeout as error:
-        rows.close(seconds)
-        raise _ATTACH.unavailable(f"{rows.controller} does not answer", seconds) from error
 
 
 def end_queue(seconds: float) -> None:

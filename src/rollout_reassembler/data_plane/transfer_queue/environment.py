@@ -1,4 +1,4 @@
-"""What TransferQueue reads from the environment when it is imported, set from our deadlines before that.
+"""What TransferQueue must be, and what it reads from the environment when it is imported.
 
 Import nothing here that imports `transfer_queue`.
 """
@@ -9,7 +9,6 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 
 from rollout_reassembler.contract.errors import DataPlaneUnavailable
-from rollout_reassembler.data_plane.config import Deadlines
 
 TESTED_VERSION = "0.1.11"
 """The adapter drives private parts of the queue, as their behaviour was measured in this version."""
@@ -27,12 +26,6 @@ def check_version() -> None:
         raise DataPlaneUnavailable(f"{what}pip install TransferQueue=={TESTED_VERSION}", call="connect")
 
 
-def prepare_environment(deadlines: Deadlines) -> None:
-    """Fit the queue's own waits into our deadlines; what the user has set stays."""
-    settings = {
-        "TQ_STORAGE_HANDSHAKE_TIMEOUT": max(1, int(0.5 * deadlines.connect)),
-        # Whatever it logs below this level, this adapter raises.
-        "TQ_LOGGING_LEVEL": "CRITICAL",
-    }
-    for name, value in settings.items():
-        os.environ.setdefault(name, str(value))
+def prepare_environment() -> None:
+    """What the queue logs below this level, this adapter raises. What the user has set stays."""
+    os.environ.setdefault("TQ_LOGGING_LEVEL", "CRITICAL")

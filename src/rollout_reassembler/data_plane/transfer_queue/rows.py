@@ -1,9 +1,12 @@
 """What one call does on the wire. Each step is a round trip, so each step is here for a reason.
 
-    put    1 number the keys (creates them)   2 values to the store   3 tags, and that the values are there
+    put    1 number the keys (creates them)   2 values to the store   3 tags; then: the values are there
     get    1 number the keys                  2 values from the store
-    clear  1 number the keys   2 hide them from readers, and drop the values   3 drop the numbers
+    clear  1 number the keys   2 hide them from readers   3 drop the values   4 drop the numbers
     tags   1 number the keys (their tags come along)
+
+The two requests of a put's last step are on their way together: the controller serves what comes down one
+socket in its order.
 
 The controller numbers rows with *global indexes*, and hands an index out again once its row was
 cleared. It answers a question about keys without saying which of them it does not know, and it
@@ -29,7 +32,7 @@ from transfer_queue.utils.zmq_utils import ZMQRequestType
 from rollout_reassembler.data_plane.base import Tags
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
 from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_queue, save_queue
-from rollout_reassembler.data_plane.transfer_queue.sockets import Call, QueueSockets, Reply
+from rollout_reassembler.data_plane.transfer_queue.sockets import Call, QueueSockets, Reply, all_bodies
 from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore, ValueStore
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, field_schema
 
@@ -39,7 +42,7 @@ OWNER = "__owner__"
 _SET_ASIDE = "rollout_reassembler.set_aside"
 _SET_ASIDE_AT_ONCE = 8192
 
-_READ_ATTEMPTS = 5
+_READ_ATTEMPTS = 20
 """How often a read starts over because rows were written or cleared while it ran."""
 
 
@@ -68,24 +71,20 @@ class QueueRows:
         columns: Mapping[str, QueueValues],
         tags: Sequence[Tags] | None,
     ) -> None:
-        """Write columns, set tags, then make the columns readable: who can read or claim a row has its tags.
-
-        The controller serves what comes down one socket in its order, so the last two take one round trip.
-        """
+        """Write columns, set tags, then make the columns readable: who can read or claim a row has its tags."""
         meta = self._numbered(call, partition, keys, with_values=bool(columns))
         if len(meta) != len(keys):
             raise call.site.failed(f"the controller numbered {len(meta)} of {len(keys)} rows")
         owned = {**columns, OWNER: _owners(partition, keys)} if columns else {}
         backend_meta = self._store.put(call, meta, owned) if owned else {}
-        tagged = self._send_tags(call, partition, meta, tags) if tags is not None else None
-        announced = self._announce(call, partition, meta.global_indexes, owned, backend_meta) if owned else None
-        if tagged is not None:
-            tagged.body()
-        if announced is not None:
-            if not announced.body()["success"]:
-                raise call.site.failed(
-                    "the controller refused the columns: their types do not fit those of earlier rows"
-                )
+        news = [self._send_tags(call, partition, meta, tags)] if tags is not None else []
+        if owned:
+            news.append(self._announce(call, partition, meta.global_indexes, owned, backend_meta))
+        answers = all_bodies(news)
+        if owned:
+            if not answers[-1]["success"]:
+                what = "the controller refused the columns: their types do not fit those of earlier rows"
+                raise call.site.failed(what)
             self._store.forget(call, meta, backend_meta)
 
     def read(self, call: Call, partition: str, keys: list[str], names: list[str], *, partial: bool) -> RowsRead:
@@ -125,14 +124,14 @@ class QueueRows:
 
     def list_all(self, call: Call, partition: str) -> dict[str, Tags]:
         """All keys of the partition with their tags."""
-        answer = self._ask(call, ZMQRequestType.KV_LIST, ZMQRequestType.KV_LIST_RESPONSE, {"partition_id": partition})
+        answer = self._ask(call, ZMQRequestType.KV_LIST, {"partition_id": partition})
         tags: dict[str, Tags] = answer["partition_info"].get(partition, {})
         return tags
 
     def partitions(self, call: Call) -> list[str]:
         """The ids of all partitions. Any controller that is there answers this."""
         request = ZMQRequestType.GET_LIST_PARTITIONS
-        ids: list[str] = self._ask(call, request, ZMQRequestType.LIST_PARTITIONS_RESPONSE, {})["partition_ids"]
+        ids: list[str] = self._ask(call, request, {})["partition_ids"]
         return ids
 
     def clear(self, call: Call, partition: str, keys: list[str]) -> None:
@@ -145,9 +144,9 @@ class QueueRows:
         if len(meta) == 0:
             return
         rows = {"global_indexes": meta.global_indexes, "partition_ids": meta.partition_ids}
-        hidden = self._send(call, ZMQRequestType.MARK_CLEARING, ZMQRequestType.MARK_CLEARING_RESPONSE, rows)
-        self._store.clear(call, meta, hidden)
-        self._ask(call, ZMQRequestType.CLEAR_META, ZMQRequestType.CLEAR_META_RESPONSE, rows)
+        self._ask(call, ZMQRequestType.MARK_CLEARING, rows)
+        self._store.clear(call, meta)
+        self._ask(call, ZMQRequestType.CLEAR_META, rows)
 
     def claim(
         self, call: Call, partition: str, task: str, names: list[str], limit: int
@@ -168,7 +167,7 @@ class QueueRows:
             "task_name": task,
             "sampling_config": None,
         }
-        answer = self._ask(call, ZMQRequestType.GET_META, ZMQRequestType.GET_META_RESPONSE, question)
+        answer = self._ask(call, ZMQRequestType.GET_META, question)
         meta: BatchMeta = answer["metadata"]
         keys = self._keys_of(call, partition, meta)
         claimed = [(key, tags) for key, tags in zip(keys, meta.custom_meta, strict=True) if key is not None]
@@ -197,7 +196,7 @@ class QueueRows:
             keys = [str(number) for number in range(start, min(start + _SET_ASIDE_AT_ONCE, count))]
             self._meta_of(call, _SET_ASIDE, keys, create=True)
         request = ZMQRequestType.CLEAR_PARTITION
-        self._ask(call, request, ZMQRequestType.CLEAR_PARTITION_RESPONSE, {"partition_id": _SET_ASIDE})
+        self._ask(call, request, {"partition_id": _SET_ASIDE})
 
     def close(self, seconds: float) -> None:
         """Close this process's sockets; calls that are under way end with an error."""
@@ -215,7 +214,7 @@ class QueueRows:
         """Numbers, tags and common columns of those rows that are there, or of all once they are created."""
         question = {"keys": keys, "partition_id": partition, "create": create}
         request = ZMQRequestType.KV_RETRIEVE_META
-        return self._ask(call, request, ZMQRequestType.KV_RETRIEVE_META_RESPONSE, question)["metadata"]
+        return self._ask(call, request, question)["metadata"]
 
     def _announce(
         self,
@@ -236,7 +235,7 @@ class QueueRows:
             "field_schema": schema,
             "custom_backend_meta": dict(backend_meta),
         }
-        return self._send(call, ZMQRequestType.NOTIFY_DATA_UPDATE, ZMQRequestType.NOTIFY_DATA_UPDATE_ACK, news)
+        return self._send(call, ZMQRequestType.NOTIFY_DATA_UPDATE, news)
 
     def _send_tags(self, call: Call, partition: str, meta: BatchMeta, tags: Sequence[Tags]) -> Reply:
         """Merge into the tags that came with `meta`. Two clients that tag one row at a time may lose a tag."""
@@ -244,16 +243,14 @@ class QueueRows:
             index: {**old, **new} for index, old, new in zip(meta.global_indexes, meta.custom_meta, tags, strict=True)
         }
         news = {"partition_custom_meta": {partition: merged}}
-        return self._send(call, ZMQRequestType.SET_CUSTOM_META, ZMQRequestType.SET_CUSTOM_META_RESPONSE, news)
+        return self._send(call, ZMQRequestType.SET_CUSTOM_META, news)
 
-    def _send(self, call: Call, request: ZMQRequestType, expected: ZMQRequestType, body: dict[str, Any]) -> Reply:
-        return call.send(self.controller, request, expected, body)
+    def _send(self, call: Call, request: ZMQRequestType, body: dict[str, Any]) -> Reply:
+        return call.send(self.controller, request, body)
 
-    def _ask(
-        self, call: Call, request: ZMQRequestType, expected: ZMQRequestType, body: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _ask(self, call: Call, request: ZMQRequestType, body: dict[str, Any]) -> dict[str, Any]:
         """One round trip to the controller; the body of its answer."""
-        return call.ask(self.controller, request, expected, body)
+        return call.ask(self.controller, request, body)
 
     def _units(self) -> Sequence[Peer]:
         assert isinstance(self._store, SimpleStore), "other stores have checkpoints of their own"
@@ -264,7 +261,7 @@ class QueueRows:
         if len(meta) == 0:
             return []
         question = {"global_indexes": meta.global_indexes, "partition_id": partition}
-        answer = self._ask(call, ZMQRequestType.KV_RETRIEVE_KEYS, ZMQRequestType.KV_RETRIEVE_KEYS_RESPONSE, question)
+        answer = self._ask(call, ZMQRequestType.KV_RETRIEVE_KEYS, question)
         keys: list[str | None] = answer["keys"]
         return keys
 
@@ -291,7 +288,7 @@ class QueueRows:
     def _produced(self, call: Call, partition: str, names: list[str]) -> set[int]:
         """The global indexes of all rows of the partition that hold these columns."""
         question = {"partition_id": partition, "data_fields": names}
-        answer = self._ask(call, ZMQRequestType.GET_PRODUCTION, ZMQRequestType.PRODUCTION_RESPONSE, question)
+        answer = self._ask(call, ZMQRequestType.GET_PRODUCTION, question)
         indexes, status = answer["global_index"], answer["production_status"]
         if indexes is None or status is None:
             return set()
@@ -307,7 +304,7 @@ class QueueRows:
     def _consumption(self, call: Call, partition: str, task: str) -> tuple[Any, Any]:
         """The global indexes of the partition's rows, and which of them the task has claimed (1)."""
         question = {"partition_id": partition, "task_name": task}
-        answer = self._ask(call, ZMQRequestType.GET_CONSUMPTION, ZMQRequestType.CONSUMPTION_RESPONSE, question)
+        answer = self._ask(call, ZMQRequestType.GET_CONSUMPTION, question)
         return answer["global_index"], answer["consumption_status"]
 
 

@@ -1,4 +1,4 @@
-"""Requests that end: every wait of this adapter for another process is in this file.
+"""Requests that end: every wait for an answer of the queue's processes is in this file.
 
 A request goes down a blocking DEALER socket, its answer comes up the same one. Answers do not say which
 request they belong to, so a socket serves one call at a time, and its answers are taken in the order of the
@@ -9,8 +9,9 @@ requests. A call that ends with an answer outstanding closes that socket: no lat
         tagged, stored = call.send(controller, …), call.send(unit, …)
         tagged.body(), stored.body()                             two round trips at the same time
 
-ZeroMQ never reports a lost peer. So while a request waits, its peer is knocked at once a second: one that
-refuses connections is dead, and the call ends then, long before its deadline.
+ZeroMQ never reports a lost peer, and by itself connects anew and delivers what came after a lost request.
+So a socket here lives as long as its connection: once that is lost the call ends, long before its deadline.
+And while requests wait, their peers are knocked at once a second: one that refuses connections is dead.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from transfer_queue.utils.zmq_utils import (
     is_ipv6_address,
 )
 
+from rollout_reassembler.contract.errors import DataPlaneUnavailable
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer
 
 T = TypeVar("T")
@@ -44,10 +46,19 @@ T = TypeVar("T")
 _LOOK_EVERY = 0.25
 _KNOCK_EVERY = 1.0
 _KNOCK_TIMEOUT = 2.0
-_IDLE_SOCKETS = 8
-"""So many unused sockets are kept for each peer; a call that needs another one opens it."""
+_SECOND_LOOK = 0.25
+_IDLE_SOCKETS = 64
+"""So many unused sockets are kept for each peer; a call that finds none opens one."""
 
 _FULL = "capacity exceeded"
+
+_ANSWERS = {
+    ZMQRequestType.GET_CONSUMPTION: ZMQRequestType.CONSUMPTION_RESPONSE,
+    ZMQRequestType.GET_LIST_PARTITIONS: ZMQRequestType.LIST_PARTITIONS_RESPONSE,
+    ZMQRequestType.GET_PRODUCTION: ZMQRequestType.PRODUCTION_RESPONSE,
+    ZMQRequestType.NOTIFY_DATA_UPDATE: ZMQRequestType.NOTIFY_DATA_UPDATE_ACK,
+}
+"""The answers that are not named for their request."""
 
 
 class Refusal(Exception):
@@ -57,6 +68,14 @@ class Refusal(Exception):
 class _Context(zmq.Context[Any]):
     """This process's I/O threads. Never ended: that waits for every socket, also for one that nobody will close."""
 
+    _instance: Any = None
+    """Its own, not that of `zmq.Context.instance()`, which anybody may end."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # A thread needs a socket to each process of the queue, and the default is a thousand.
+        self.max_sockets = self.get(zmq.SOCKET_LIMIT)
+
 
 class QueueSockets:
     """This process's connections to the processes of one queue. Thread-safe: each call runs in its caller's thread."""
@@ -65,6 +84,7 @@ class QueueSockets:
         # Storage units drop what comes from a socket of another name; a controller takes any.
         self.name = f"{STORAGE_MANAGER_IDENTITY_PREFIX}reassembler_{os.getpid()}_{uuid4().hex[:8]}"
         self.is_closed = False
+        self._process = os.getpid()
         self._idle: dict[Peer, list[_Line]] = defaultdict(list)
         self._numbers = itertools.count()
         self._running = 0
@@ -74,9 +94,12 @@ class QueueSockets:
     def call(self, site: CallSite, seconds: float) -> Iterator[Call]:
         """A call under way, for at most `seconds` in all.
 
-        Raises `DataPlaneTimeout` when they are over, `DataPlaneUnavailable` as soon as a peer refuses
-        connections, and a `Refusal` that nobody took as a `DataPlaneError` with the peer's words.
+        Raises `DataPlaneTimeout` when they are over, `DataPlaneUnavailable` as soon as a peer is lost, the client
+        closed, or in a forked child, and a `Refusal` that nobody took as a `DataPlaneError` with the peer's words.
         """
+        # Before the lock, which another thread may have held when it was copied.
+        if os.getpid() != self._process:
+            raise site.unavailable("this client was connected before a fork; connect another one in this process")
         call = Call(self, site, seconds)
         with self._changed:
             if self.is_closed:
@@ -96,10 +119,14 @@ class QueueSockets:
     def open(self, peer: Peer) -> _Line:
         """A connection to `peer` that nobody else uses."""
         with self._changed:
-            if self._idle[peer]:
-                return self._idle[peer].pop()
+            while self._idle[peer]:
+                line = self._idle[peer].pop()
+                if line.is_unused():
+                    return line
+                line.dealer.close()
         dealer = _Context.instance().socket(zmq.DEALER)
         dealer.linger = 0
+        dealer.reconnect_ivl = -1
         dealer.sndhwm = dealer.rcvhwm = 0
         dealer.ipv6 = is_ipv6_address(peer.host)
         dealer.identity = f"{self.name}_{next(self._numbers)}".encode()
@@ -108,6 +135,8 @@ class QueueSockets:
 
     def close(self, seconds: float) -> None:
         """Refuse new calls and end those that are under way; returns once they have ended, or after `seconds`."""
+        if os.getpid() != self._process:
+            return
         with self._changed:
             self.is_closed = True
             self._changed.wait_for(lambda: self._running == 0, seconds)
@@ -135,6 +164,18 @@ class _Line:
     dealer: zmq.Socket[bytes]
     outstanding: deque[Reply] = field(default_factory=deque)
 
+    def is_connected(self) -> bool:
+        """Whether the connection stands, or is being made for the first time."""
+        return bool(self._events() & zmq.POLLOUT)
+
+    def is_unused(self) -> bool:
+        """Whether it is connected, and no answer waits that nobody asked for."""
+        return self._events() == zmq.POLLOUT
+
+    def _events(self) -> int:
+        events: Any = self.dealer.get(zmq.EVENTS)
+        return int(events)
+
 
 class Call:
     """One data-plane call: its round trips, under one deadline. Belongs to the thread that made it."""
@@ -145,28 +186,35 @@ class Call:
         self._sockets = sockets
         self._seconds = seconds
         self._started = self._knocked = time.monotonic()
+        self._until = self._started + seconds
 
-    def send(self, peer: Peer, request: ZMQRequestType, expected: ZMQRequestType, body: dict[str, Any]) -> Reply:
-        """Send a request; its answer, of the expected kind, is taken later. A peer serves requests in their order."""
+    def send(self, peer: Peer, request: ZMQRequestType, body: dict[str, Any]) -> Reply:
+        """Send a request; its answer is taken later.
+
+        A peer serves the requests of one call in their order, and after one that is lost none.
+        """
         line = self.lines.get(peer)
         if line is None:
             line = self.lines[peer] = self._sockets.open(peer)
         message = ZMQMessage.create(request, self._sockets.name, body, receiver_id=peer.id)
-        reply = Reply(self, line, expected)
+        reply = Reply(self, line, request)
         line.outstanding.append(reply)
-        line.dealer.send_multipart(message.serialize(), copy=False)
+        try:
+            line.dealer.send_multipart(message.serialize(), zmq.NOBLOCK, copy=False)
+        except zmq.Again as error:
+            raise self._lost(peer) from error
         return reply
 
-    def ask(
-        self, peer: Peer, request: ZMQRequestType, expected: ZMQRequestType, body: dict[str, Any]
-    ) -> dict[str, Any]:
+    def ask(self, peer: Peer, request: ZMQRequestType, body: dict[str, Any]) -> dict[str, Any]:
         """The body of the answer to a request. Raises `Refusal`."""
-        return self.send(peer, request, expected, body).body()
+        return self.send(peer, request, body).body()
 
     def receive(self, line: _Line) -> list[zmq.Frame]:
         """The next message up a line."""
         while not line.dealer.poll(math.ceil(1e3 * self._patience())):
             self._look_at(line.peer)
+            if not line.is_connected() and not line.dealer.poll(0):
+                raise self._lost(line.peer)
         return line.dealer.recv_multipart(copy=False)
 
     def wait_for(self, work: Future[T], peer: Peer) -> T:
@@ -176,36 +224,48 @@ class Call:
         return work.result()
 
     def _patience(self) -> float:
-        """How long to wait before the next look at the clock and at the peer, in seconds."""
-        return min(_LOOK_EVERY, max(0.0, self._started + self._seconds - time.monotonic()))
+        """How long to wait before the next look at the clock and at the peers, in seconds."""
+        return min(_LOOK_EVERY, max(0.0, self._until - time.monotonic()))
 
     def _look_at(self, peer: Peer) -> None:
-        """Raise unless the client is open, there is time left and, once a second, the peer still listens."""
+        """Raise unless the client is open, there is time left and, once a second, all peers still listen."""
         if self._sockets.is_closed:
             raise self.site.unavailable("this client was closed during the call")
         now = time.monotonic()
-        if now >= self._started + self._seconds:
+        if now >= self._until:
             raise self.site.timeout(self._seconds, f"no answer from {peer} within the deadline")
         if now - self._knocked >= _KNOCK_EVERY:
             self._knocked = now
-            if peer.is_refusing(min(_KNOCK_TIMEOUT, self._started + self._seconds - now)):
-                raise self.site.unavailable(f"{peer} is gone: it refuses connections", now - self._started)
+            for waited_for in {peer, *(line.peer for line in self.lines.values() if line.outstanding)}:
+                if waited_for.is_refusing(min(_KNOCK_TIMEOUT, self._until - now)):
+                    raise self._gone(waited_for, "it refuses connections")
+
+    def _lost(self, peer: Peer) -> DataPlaneUnavailable:
+        refuses = peer.is_refusing(_SECOND_LOOK)
+        return self._gone(peer, "it refuses connections" if refuses else "it listens, but the connection was lost")
+
+    def _gone(self, peer: Peer, why: str) -> DataPlaneUnavailable:
+        return self.site.unavailable(f"{peer} is gone: {why}", time.monotonic() - self._started)
 
 
 class Reply:
     """The answer to a request that is on its way."""
 
-    def __init__(self, call: Call, line: _Line, expected: ZMQRequestType) -> None:
+    def __init__(self, call: Call, line: _Line, request: ZMQRequestType) -> None:
         self._call = call
         self._line = line
-        self._expected = expected
+        self._expected = _ANSWERS.get(request) or ZMQRequestType[f"{request.name}_RESPONSE"]
 
     def body(self) -> dict[str, Any]:
-        """The answer's body, once it has come. Raises `Refusal` when it is not of the expected kind."""
+        """The answer's body, once it has come. Raises `Refusal` when it is not of the expected kind, or unreadable."""
         outstanding = self._line.outstanding
         assert outstanding[0] is self, "answers are taken in the order of their requests"
-        answer = ZMQMessage.deserialize(self._call.receive(self._line))
+        frames = self._call.receive(self._line)
         outstanding.popleft()
+        try:
+            answer = ZMQMessage.deserialize(frames)
+        except ValueError as error:
+            raise Refusal(f"{self._line.peer}: its answer cannot be read: {error}") from error
         if answer.request_type != self._expected:
             raise Refusal(f"{self._line.peer}: {answer.body.get('message', answer.request_type)}")
         body: dict[str, Any] = answer.body

@@ -16,7 +16,7 @@ from transfer_queue.storage.simple_storage import KEY_NOT_FOUND_MARKER
 from transfer_queue.utils.zmq_utils import ZMQRequestType
 
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
-from rollout_reassembler.data_plane.transfer_queue.sockets import Call, Refusal, Reply, all_bodies
+from rollout_reassembler.data_plane.transfer_queue.sockets import Call, Refusal, all_bodies
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues
 
 BackendMeta = dict[int, dict[str, Any]]
@@ -33,16 +33,13 @@ class ValueStore(Protocol):
         """Write the columns of these rows; returns when they are stored."""
 
     def forget(self, call: Call, meta: Any, written: BackendMeta) -> None:
-        """Drop what the rows held before, now that readers know the new values. Never fails the put."""
+        """Drop what the rows held before, now that readers know the new values. Fails the put only by its deadline."""
 
     def get(self, call: Call, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
         """One list of values a column, in the order of `meta`. Raises `KeyError` when any row lacks one."""
 
-    def clear(self, call: Call, meta: Any, hidden: Reply) -> None:
-        """Drop all columns of these rows; raises when a part of the store does not answer.
-
-        `hidden` is the controller's word, still to be taken, that readers do not find the rows any more.
-        """
+    def clear(self, call: Call, meta: Any) -> None:
+        """Drop all columns of these rows; raises when a part of the store does not answer."""
 
 
 class SimpleStore:
@@ -56,7 +53,7 @@ class SimpleStore:
         for unit, indexes, positions in self._by_unit(meta):
             part = {name: _picked(values, positions) for name, values in columns.items()}
             body = {"global_indexes": indexes, "data": part, "data_parser": None}
-            replies.append(call.send(unit, ZMQRequestType.PUT_DATA, ZMQRequestType.PUT_DATA_RESPONSE, body))
+            replies.append(call.send(unit, ZMQRequestType.PUT_DATA, body))
         all_bodies(replies)
         return {}
 
@@ -69,7 +66,6 @@ class SimpleStore:
             call.send(
                 unit,
                 ZMQRequestType.GET_DATA,
-                ZMQRequestType.GET_DATA_RESPONSE,
                 {"global_indexes": indexes, "fields": list(names)},
             )
             for unit, indexes, _ in parts
@@ -89,13 +85,9 @@ class SimpleStore:
                     columns[name][position] = value
         return columns
 
-    def clear(self, call: Call, meta: Any, hidden: Reply) -> None:
-        """At the same time as the controller hides the rows: a read of a row that a unit lacks asks it again."""
-        dropped = [
-            call.send(unit, ZMQRequestType.CLEAR_DATA, ZMQRequestType.CLEAR_DATA_RESPONSE, {"global_indexes": indexes})
-            for unit, indexes, _ in self._by_unit(meta)
-        ]
-        all_bodies([hidden, *dropped])
+    def clear(self, call: Call, meta: Any) -> None:
+        request = ZMQRequestType.CLEAR_DATA
+        all_bodies([call.send(unit, request, {"global_indexes": rows}) for unit, rows, _ in self._by_unit(meta)])
 
     def _by_unit(self, meta: Any) -> list[tuple[Peer, list[int], list[int]]]:
         """The units that hold these rows, each with their global indexes and their positions in `meta`."""

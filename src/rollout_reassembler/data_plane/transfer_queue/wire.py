@@ -32,7 +32,7 @@ _PYTHON_TYPES: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float}
 
 
 def to_queue(column: CheckedColumn, cells: Literal["bytes", "tensors"]) -> QueueValues:
-    """The column's values as they are sent. Arrays become tensors without a copy where they may be written to."""
+    """The column's values as they are sent. Large arrays, and tensors where they may be written to, are not copied."""
     if isinstance(column, np.ndarray):
         return column.tolist() if cells == "bytes" else torch.from_numpy(column.copy())
     if isinstance(column[0], bytes):

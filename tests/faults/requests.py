@@ -1,8 +1,8 @@
 """Where in its work a process is, counted in requests to the queue, and dying there.
 
-    trips = RoundTrips(plane)              # a connected TransferQueueDataPlane
-    trips.die_at((7, "before"))            # SIGKILL to this process in place of its seventh request
-    trips.steps                            # ["KV_RETRIEVE_META", "GET_DATA", …] so far
+    requests = Requests(plane)         # a connected TransferQueueDataPlane
+    requests.die_at((7, "before"))     # SIGKILL to this process in place of its seventh request
+    requests.steps                     # ["KV_RETRIEVE_META", "GET_DATA", …] so far
 
 A data-plane call is several requests (see `data_plane/transfer_queue/rows.py`), so this is finer
 than the calls: a put that dies in its middle has numbered its keys, or stored values that nobody was
@@ -22,7 +22,7 @@ Death = tuple[int | str, Literal["before", "after"]]
 """At which request, and whether it still takes effect: the 7th, or `"GET_DATA#1"`, the first of its name."""
 
 
-class RoundTrips:
+class Requests:
     """Counts what a plane sends, and ends the process at one of it."""
 
     def __init__(self, plane: Any) -> None:
@@ -32,20 +32,17 @@ class RoundTrips:
         self.die_at(None)
         sockets, send = plane._rows.sockets, Call.send
 
-        def watched(call: Any, peer: Any, request: Any, expected: Any, body: Any) -> Any:
+        def watched(call: Any, peer: Any, request: Any, body: Any) -> Any:
             if call._sockets is not sockets or call.site.partition == GATE_PARTITION:
-                return send(call, peer, request, expected, body)
+                return send(call, peer, request, body)
             here = self._next(request.name)
-            self._die_if(here, "before")
-            reply = send(call, peer, request, expected, body)
-            take = reply.body
-
-            def answered() -> Any:
-                answer = take()
-                self._die_if(here, "after")
-                return answer
-
-            reply.body = answered  # type: ignore[method-assign]
+            if self._is(here, "before"):
+                take_answers(call)  # what was sent before it has taken effect
+                os.kill(os.getpid(), signal.SIGKILL)
+            reply = send(call, peer, request, body)
+            if self._is(here, "after"):
+                take_answers(call)
+                os.kill(os.getpid(), signal.SIGKILL)
             return reply
 
         Call.send = watched  # type: ignore[method-assign]
@@ -62,6 +59,11 @@ class RoundTrips:
         self._by_name[step] += 1
         return self._count, f"{step}#{self._by_name[step]}"
 
-    def _die_if(self, here: tuple[int, str], where: str) -> None:
-        if self._death is not None and self._death[0] in here and self._death[1] == where:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def _is(self, here: tuple[int, str], where: str) -> bool:
+        return self._death is not None and self._death[0] in here and self._death[1] == where
+
+
+def take_answers(call: Any) -> None:
+    for line in call.lines.values():
+        for reply in tuple(line.outstanding):
+            reply.body()
