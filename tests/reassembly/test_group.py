@@ -252,6 +252,12 @@ def test_canonical_sample_ids_are_the_requests():
     assert list(plane.list_samples(CANONICAL)) == ["x/1", "é"]
 
 
+def test_the_log_says_what_was_wrong_with_a_rollout(caplog: pytest.LogCaptureFixture):
+    made = chain("r")
+    finalized(made, receipts=[{**made.receipt(), "foo": 1}])
+    assert "rollout r rejected: invalid_receipt: foo: Extra inputs are not permitted" in caplog.text
+
+
 # --- metrics ----------------------------------------------------------------------------------------
 
 
@@ -261,6 +267,7 @@ def test_the_metrics_of_a_healthy_group():
     assert reported == {
         "finalize/invalid_row_rate": 0.0,
         "finalize/calls_per_rollout": 2.0,
+        "finalize/calls_off_chain_count": 1.0,
         "finalize/token_in_rate": 0.5,
         "finalize/capture_poisoned_rollouts": 0.0,
         "finalize/terminal_selection_declared_count": 2.0,

@@ -52,19 +52,19 @@ def test_a_part_that_is_no_sequence_is_named(part, value):
 
 
 def test_an_empty_group_is_refused():
-    with pytest.raises(RequestError, match="0 rollouts"):
+    with pytest.raises(RequestError, match=r"group 'g': rollout_ids must name a rollout or more, got \[\]"):
         finalized(rollout_ids=[], receipts=[], rewards=[])
 
 
 @pytest.mark.parametrize("rollout_ids", ["ab", None, 5])
 def test_rollout_ids_are_a_list(rollout_ids):
-    with pytest.raises(RequestError, match="0 rollouts"):
+    with pytest.raises(RequestError, match=f"rollout_ids must name a rollout or more, got {rollout_ids!r}"):
         finalized(rollout_ids=rollout_ids)
 
 
 @pytest.mark.parametrize("group_id", ["", None, 7, b"g", ["g"]], ids=repr)
 def test_a_group_has_an_id(group_id):
-    with pytest.raises(RequestError, match="expected an id"):
+    with pytest.raises(RequestError, match="group_id must be a non-empty str, got"):
         finalized(group_id=group_id)
 
 
@@ -85,7 +85,7 @@ def test_a_loss_multiplier_is_a_finite_number(loss_multiplier):
 @pytest.mark.parametrize("name", ["prompt_idx", "fallback_weight_version"])
 @pytest.mark.parametrize("value", [1.5, "1", None], ids=repr)
 def test_an_index_that_is_no_integer_raises_before_anything_happens(name, value):
-    with pytest.raises(TypeError, match="integer"):
+    with pytest.raises(RequestError, match=f"group 'g': {name} must be an int, got {value!r}"):
         finalized(**{name: value})
 
 
@@ -104,7 +104,7 @@ def test_a_request_that_is_refused_touches_nothing(changes):
     plane = memory_plane()
     stage(plane, *ROLLOUTS)
     before = whole_plane(plane)
-    with pytest.raises((RequestError, TypeError)):
+    with pytest.raises(RequestError):
         reassembler(plane).finalize_group(**request(**changes))
     assert whole_plane(plane) == before
 

@@ -156,6 +156,18 @@ class TestRows:
         with pytest.raises(ValueError, match="model_shape"):
             iter_batches(two_rows, ["g_g0"], CANONICAL, batch_size=1, pad_token_id=PAD, routes="direct")
 
+    @pytest.mark.parametrize("choice", [{"layout": "pad"}, {"routes": "drect"}, {"on_failure": "rais"}], ids=str)
+    def test_a_choice_that_there_is_not_is_said_at_once(self, two_rows: MemoryDataPlane, choice: Any) -> None:
+        (name,) = choice
+        with pytest.raises(ValueError, match=f"{name} must be one of '.*', got '{choice[name]}'"):
+            iter_batches(two_rows, ["g_g0"], CANONICAL, batch_size=1, pad_token_id=PAD, **choice)
+
+    def test_a_group_is_named_by_its_meta(self, two_rows: MemoryDataPlane) -> None:
+        made = chain("r")
+        stage(two_rows, made)
+        with pytest.raises(TypeError, match=r"got a FinalizedGroup: pass its \.meta"):
+            iter_batches(two_rows, finalize(two_rows, [made]), batch_size=1, pad_token_id=PAD)
+
 
 class TestDirectRoutes:
     @pytest.fixture

@@ -194,13 +194,14 @@ def bench(
     try:
         with console.status("") as status:
             report = run_bench(settings, progress=status.update)
-        if json_file is not None:
-            write_report(report, json_file)
     except CannotMeasure as error:
         raise complain(str(error)) from None
-    except OSError as error:
-        raise complain(f"{json_file}: can't be written ({error.strerror})") from None
     print_report(report, console)
+    if json_file is not None:
+        try:
+            write_report(report, json_file)
+        except OSError as error:
+            raise complain(f"{json_file}: can't be written ({error.strerror})") from None
 
 
 @app.command("mooncake-host")

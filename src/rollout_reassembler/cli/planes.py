@@ -77,7 +77,7 @@ def _open_queue(name: PlaneName, config: RolloutReassemblerActorConfig, workers:
         simple=SimpleBackendConfig(num_storage_units=1),
         mooncake_cpu=MooncakeCpuBackendConfig(master_server_address="127.0.0.1:0", start_master=True, memory_hosts=1),
     )
-    with _local_ray(cpus=workers + 4):
+    with local_ray(cpus=workers + 4):
         client = build_data_plane_client(dp_config, bootstrap=True)
         try:
             _register(client, config)
@@ -89,7 +89,7 @@ def _open_queue(name: PlaneName, config: RolloutReassemblerActorConfig, workers:
 
 
 @contextmanager
-def _local_ray(*, cpus: int) -> Iterator[None]:
+def local_ray(*, cpus: int) -> Iterator[None]:
     """A quiet Ray on this machine, unless this process is in a cluster already.
 
     `cpus` is what it may promise, not what it uses: waiting costs none.
@@ -101,6 +101,8 @@ def _local_ray(*, cpus: int) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray.init(
+        # Not the cluster that RAY_ADDRESS may name.
+        address="local",
         num_cpus=cpus,
         include_dashboard=False,
         log_to_driver=False,

@@ -109,10 +109,13 @@ def _exact_array(values: Sequence[Any] | npt.NDArray[Any], kind: type, dtype_kin
             )
         return values
     if not isinstance(values, list | tuple):
-        raise InvalidStagedCall(f"{what} must be a list or an array of {kind.__name__}s, got {type(values).__name__}")
+        expected = f"a list or a numpy array of {kind.__name__}s"
+        raise InvalidStagedCall(f"{what} must be {expected}, got {type(values).__module__}.{type(values).__name__}")
     found = set(map(type, values)) - {kind}
     if found - {int} if kind is float else found:
-        raise InvalidStagedCall(f"{what} must be {kind.__name__}s, found {sorted(t.__name__ for t in found)}")
+        names = ", ".join(sorted(f"{other.__module__}.{other.__name__}".removeprefix("builtins.") for other in found))
+        expected = f"a flat list of {kind.__name__}s, or a numpy array"
+        raise InvalidStagedCall(f"{what} must be {expected}, found {names} in a list")
     try:
         return np.array(values, dtype=np.int64 if kind is int else np.float64)
     except OverflowError as error:

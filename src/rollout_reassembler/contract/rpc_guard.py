@@ -15,6 +15,9 @@ import dataclasses
 from collections.abc import Collection, Sized
 from typing import Any
 
+import numpy as np
+from pydantic import BaseModel
+
 from rollout_reassembler.contract.errors import RpcPayloadError
 from rollout_reassembler.contract.messages import (
     FinalizedGroup,
@@ -126,7 +129,7 @@ def _measure_container(value: Any, path: str, budget: int, above: list[int]) -> 
     elif kind in _MESSAGES:
         size = _measure_message(value, path, budget, above)
     else:
-        raise RpcPayloadError(path, f"{_describe(value)} is not metadata; rows travel through the data plane")
+        raise RpcPayloadError(path, f"{_describe(value)} is not metadata; {_advice(value)}")
     above.pop()
     return size
 
@@ -179,6 +182,14 @@ def _measure_message(value: Any, path: str, budget: int, above: list[int]) -> in
         else:
             size += _measure(part, f"{path}.{name}", budget - size, above)
     return size
+
+
+def _advice(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        return "pass its model_dump()"
+    if isinstance(value, np.number | np.bool_):
+        return "pass a Python number, its item()"
+    return "rows travel through the data plane"
 
 
 def _over_budget(path: str, found: str) -> RpcPayloadError:

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from numbers import Integral
 from operator import index
 from typing import Any
 
@@ -63,9 +64,14 @@ class GroupRequest:
         truncated: Sequence[bool] | None,
     ) -> GroupRequest:
         """Align the parts of a request. Raises `RequestError` naming the one that is off."""
-        size = len(rollout_ids) if isinstance(rollout_ids, Sized) and not isinstance(rollout_ids, str) else 0
-        if not isinstance(group_id, str) or not group_id or not size:
-            raise RequestError(f"group {group_id!r} has {size} rollouts; expected an id and at least one rollout")
+        if not isinstance(group_id, str) or not group_id:
+            raise RequestError(f"group_id must be a non-empty str, got {group_id!r:.80}")
+        if not isinstance(rollout_ids, Sized) or isinstance(rollout_ids, str) or not len(rollout_ids):
+            raise RequestError(f"group {group_id!r}: rollout_ids must name a rollout or more, got {rollout_ids!r:.80}")
+        size = len(rollout_ids)
+        for name, number in (("fallback_weight_version", fallback_weight_version), ("prompt_idx", prompt_idx)):
+            if not isinstance(number, Integral):
+                raise RequestError(f"group {group_id!r}: {name} must be an int, got {number!r:.80}")
         if publishable_reward(loss_multiplier) is None:
             raise RequestError(f"group {group_id!r}: loss_multiplier {loss_multiplier!r} is not a finite binary32")
         if mask_sample is None or isinstance(mask_sample, bool):

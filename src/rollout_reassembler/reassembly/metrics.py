@@ -15,6 +15,7 @@ def group_metrics(
 ) -> dict[str, float]:
     """Counts and rates of one group; reasons and methods appear only when they occurred.
 
+    `calls_off_chain_count` is of valid rollouts: calls that were proven, and are not in the row.
     A `rebuild_failed:<code>` rejection counts under `rebuild_failed` and under its code.
     """
     receipts = [receipt for receipt in admitted if isinstance(receipt, RolloutReceipt)]
@@ -24,6 +25,9 @@ def group_metrics(
     metrics: dict[str, float] = {
         "finalize/invalid_row_rate": sum(not rollout.valid for rollout in rollouts) / len(rollouts),
         "finalize/calls_per_rollout": len(calls) / len(receipts) if receipts else 0.0,
+        "finalize/calls_off_chain_count": float(
+            sum(len(rollout.staging_keys) - rollout.calls for rollout in rollouts if rollout.valid)
+        ),
         "finalize/token_in_rate": sum(record.mode == "token_in" for record in calls) / len(calls) if calls else 0.0,
         "finalize/capture_poisoned_rollouts": float(reasons["capture_poisoned"] + reasons["rollout_failed"]),
     }

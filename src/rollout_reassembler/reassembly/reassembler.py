@@ -17,13 +17,15 @@ record of whoever cleared them: good rows are never replaced by placeholders. Tw
 request at a time write the same bytes in every step. A request that differs from the recorded one
 is a `GroupConflict`.
 
-Bad *data* (a `ContractError`) costs its own rollout, which becomes a placeholder. Everything else
+Bad *data* (a `ContractError`) costs its own rollout, which becomes a placeholder; the answer holds its code, the
+log the detail. Everything else
 is raised with the group's name in it, and has cleared nothing: the caller may try again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +55,8 @@ from rollout_reassembler.reassembly.rows import (
 )
 from rollout_reassembler.reassembly.verify import LinearizedRow, prove_rollout
 from rollout_reassembler.staging.source import StagingSource
+
+logger = logging.getLogger(__name__)
 
 _UNREAD = frozenset({"missing_staging_row", "invalid_staging_row", "staging_key_mismatch"})
 
@@ -167,6 +171,7 @@ class RolloutReassembler:
             with phases("assemble"):
                 plan_tags = route_plan_tags(rollouts) if self._deferred_routes else [{} for _ in rollouts]
                 answer = self._answer(request, admitted, rollouts, plan_tags)
+            _log_rejections(request.group_id, rollouts)
             self._publish(request, rollouts, answer, plan_tags, phases)
             with phases("record"):
                 self._records.write(request.group_id, fingerprint, answer)
@@ -344,3 +349,11 @@ def _proven(row: LinearizedRow, reward: float, keys: tuple[str, ...], plan: Rout
         generated_tokens=sum(span.generation_len for span in row.link_spans),
         route_plan=plan,
     )
+
+
+def _log_rejections(group_id: str, rollouts: Sequence[FinalizedRollout]) -> None:
+    """The answer holds a code a rollout; what exactly was wrong is for people."""
+    for rollout in rollouts:
+        if not rollout.valid:
+            reason, detail = rollout.rejection_reason, rollout.rejection_detail
+            logger.warning("%s: rollout %s rejected: %s: %s", group_id, rollout.rollout_id, reason, detail)

@@ -26,14 +26,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rollout_reassembler.contract.errors import ContractError
-from rollout_reassembler.contract.messages import KVBatchMeta
+from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta
 from rollout_reassembler.contract.routed_experts import MISSING_ROUTE
 from rollout_reassembler.data_plane.base import DataPlaneClient, SampleBatch, Tags
 from rollout_reassembler.reassembly.routes import ModelShape, RowRoutes
@@ -101,17 +101,28 @@ def iter_batches(
     `model_shape`, the model's `(L, K)`; `on_failure` and `release` are those of `execute_route_plans`.
     Raises `RowsMissing` for a row that is gone, `ContractError` for one that contradicts itself.
     """
+    if isinstance(rows, FinalizedGroup):
+        raise TypeError("rows are named by sample ids or a KVBatchMeta, got a FinalizedGroup: pass its .meta")
     meta = rows if isinstance(rows, KVBatchMeta) else KVBatchMeta(partition_id or "", sample_ids=list(rows))
     if not meta.partition_id:
         raise ValueError("partition_id is needed where rows are given by their ids")
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+    _check_choice("layout", layout, Layout)
+    _check_choice("routes", routes, RouteMode)
+    _check_choice("on_failure", on_failure, OnFailure)
     if routes == "off":
         return _batches(client, meta, batch_size, pad_token_id, layout, None)
     if model_shape is None:
         raise ValueError(f"routes={routes!r} needs model_shape, the model's (layers, experts a token)")
     reader = _RouteReader(client, routes, model_shape, on_failure, release)
     return _batches(client, meta, batch_size, pad_token_id, layout, reader)
+
+
+def _check_choice(name: str, choice: object, choices: Any) -> None:
+    known = get_args(choices)
+    if choice not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {choice!r}")
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from rollout_reassembler.cli.bench.machine import machine_facts, measure_hash_li
 from rollout_reassembler.cli.bench.ours import OursArm
 from rollout_reassembler.cli.bench.shapes import MadeGroup, Shape, make_group
 from rollout_reassembler.cli.bench.staging import staging_group, staging_rates
+from rollout_reassembler.cli.planes import local_ray
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig
@@ -41,6 +42,8 @@ from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.staging.codec import pack_call
 
 _GROUPS_A_TURN = 3
+_RAY_CPUS = 8
+"""What the local Ray may promise to the queue and to whoever is measured beside it; waiting costs none."""
 
 BenchPlane = Literal["memory", "simple"]
 Progress = Callable[[str], None]
@@ -79,19 +82,13 @@ def open_client(plane: BenchPlane) -> Iterator[DataPlaneClient]:
             yield client
         return
     try:
-        import ray
+        import ray  # noqa: F401
     except ImportError as error:
         raise CannotMeasure(
             "the simple plane needs Ray: pip install 'rollout-reassembler[ray]', or measure with --plane memory"
         ) from error
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    was_in_a_cluster = ray.is_initialized()
-    try:
-        with closing(_start_queue()) as client:
-            yield client
-    finally:
-        if not was_in_a_cluster:
-            ray.shutdown()
+    with local_ray(cpus=_RAY_CPUS), closing(_start_queue()) as client:
+        yield client
 
 
 def _start_queue() -> DataPlaneClient:

@@ -119,7 +119,8 @@ def _run(
     _tamper(plane.client, settings.rollout_ids(0)[TAMPERED])
     if keep:
         _keep_archive(settings.out / "archive", requests, plane.client, policy.tokenizer.pad_id)
-        console.print(f"archive kept in {settings.out / 'archive'}: try `reassemble run {settings.out / 'archive'}`")
+        kept, rows = settings.out / "archive", settings.out / "rows"
+        console.print(f"archive kept in {kept}: try `reassemble run {kept} --out {rows}`")
     with console.status("proving and publishing the rows"):
         groups = list(plane.finalize_all(requests))
     console.print(groups_table(groups, title=f"{len(groups)} groups over the {settings.plane} plane"))
