@@ -127,7 +127,7 @@ def test_a_completion_of_length_0_is_staged_with_nothing_to_train() -> None:
         ([1, 2], [3], [-1e300], "log probabilities must be finite"),
         ([1, 2], [0], [], "1 tokens were sampled, with 0 log probabilities"),
         ([1, 2], [-1], [-0.5], "non-negative"),
-        ([1, 2], [3.0], [-0.5], "token ids must be ints"),
+        ([1, 2], [3.0], [-0.5], "token ids must be a flat list of ints"),
         (None, [3], [-0.5], "token ids must be a list"),
         ([], [], [], "at least one token"),
     ],

@@ -314,6 +314,34 @@ def test_a_child_is_sealed_behind_its_parents_whole_sequence():
     assert (child.mode, child.prev_len, child.cum_len, child.parent_call_id) == ("token_in", 3, 6, "c")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_version": "3"}, "expected an unsigned 64-bit integer, got '3'"),
+        ({"generation_log_probs_delta": [0.5, -0.1]}, "a token with mask 0 must have log probability 0.0"),
+        ({"parent": "c0"}, "parent must be the parent's StagedCall or CallRecord, got 'c0'"),
+        ({"token_ids_delta": [np.int64(1), 2]}, "a flat list of ints, or a numpy array, found numpy.int64 in a list"),
+        ({"token_ids_delta": [[1, 2]]}, "a flat list of ints, or a numpy array, found list in a list"),
+        ({"rollout_id": ""}, "rollout_id: String should have at least 1 character"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_sealed_names_its_call(change, message):
+    call = {
+        "rollout_id": "r",
+        "model_call_id": "c1",
+        "token_ids_delta": [1, 2],
+        "token_mask_delta": [0.0, 1.0],
+        "generation_log_probs_delta": [0.0, -0.1],
+        "weight_version": 3,
+        **change,
+    }
+    with pytest.raises(InvalidStagedCall) as raised:
+        seal_call(**call)
+    assert f"call 'c1' of rollout {call['rollout_id']!r}: " in str(raised.value)
+    assert message in str(raised.value)
+
+
 def test_a_child_may_be_sealed_behind_its_parents_record():
     parent = seal()
     record = CallRecord.of(parent, response_id="x")

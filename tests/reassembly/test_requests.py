@@ -82,6 +82,13 @@ def test_a_loss_multiplier_is_a_finite_number(loss_multiplier):
         finalized(loss_multiplier=loss_multiplier)
 
 
+@pytest.mark.parametrize("setting", [{"max_seq_len": 0}, {"max_seq_len": "32k"}, {"pad_token_id": "0"}], ids=str)
+def test_settings_that_cannot_be_are_refused_at_the_start(setting):
+    (name,) = setting
+    with pytest.raises(ValueError, match=f"{name} must be .* got {setting[name]!r}"):
+        reassembler(memory_plane(), **setting)
+
+
 @pytest.mark.parametrize("name", ["prompt_idx", "fallback_weight_version"])
 @pytest.mark.parametrize("value", [1.5, "1", None], ids=repr)
 def test_an_index_that_is_no_integer_raises_before_anything_happens(name, value):

@@ -220,9 +220,41 @@ def seal_call(
 ) -> StagedCall:
     """Make a `StagedCall` with its digests from what an engine knows.
 
-    Columns are `[delta_len]`; `prefix_token_ids` is int64 `[parent.cum_len]`, the parent's whole
-    sequence. Raises `InvalidStagedCall` when the columns cannot be a call.
+    Columns are `[delta_len]`. A call without a `parent` is a root; for any other one give the parent's `StagedCall`
+    or `CallRecord`, and as `prefix_token_ids`, int64 `[parent.cum_len]`, the parent's whole sequence. Raises
+    `InvalidStagedCall`, naming the call, when the columns cannot be a call.
     """
+    try:
+        return _sealed(
+            rollout_id=rollout_id,
+            model_call_id=model_call_id,
+            token_ids_delta=token_ids_delta,
+            token_mask_delta=token_mask_delta,
+            generation_log_probs_delta=generation_log_probs_delta,
+            weight_version=weight_version,
+            parent=parent,
+            prefix_token_ids=prefix_token_ids,
+            extras=extras,
+        )
+    except InvalidStagedCall as error:
+        where = f"call {model_call_id!r:.80} of rollout {rollout_id!r:.80}"
+        raise InvalidStagedCall(f"{where}: {error.detail}", code=error.code) from error
+
+
+def _sealed(
+    *,
+    rollout_id: str,
+    model_call_id: str,
+    token_ids_delta: Integers,
+    token_mask_delta: Floats,
+    generation_log_probs_delta: Floats,
+    weight_version: int,
+    parent: ParentCall | None,
+    prefix_token_ids: Integers | None,
+    extras: Mapping[str, Any] | None,
+) -> StagedCall:
+    if parent is not None and not hasattr(parent, "cum_len"):
+        raise InvalidStagedCall(f"parent must be the parent's StagedCall or CallRecord, got {parent!r:.80}")
     ids = digests.as_token_ids(token_ids_delta)
     prefix = digests.as_token_ids(prefix_token_ids if prefix_token_ids is not None else ())
     prev_len = parent.cum_len if parent is not None else 0
@@ -251,7 +283,14 @@ def seal_call(
             digest=digests.staging_digest(**fields),
         )
     except ValidationError as error:
-        raise InvalidStagedCall("; ".join(fault["msg"] for fault in error.errors(include_input=False))) from error
+        raise InvalidStagedCall("; ".join(map(_fault, error.errors(include_input=False)))) from error
+
+
+def _fault(fault: Any) -> str:
+    """One fault as pydantic found it: the field and what is wrong with it."""
+    place = ".".join(map(str, fault["loc"]))
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
 
 
 class CallRecord(_CallFields):

@@ -78,6 +78,8 @@ class SampleBatch:
     missing: list[str] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self.columns:
+            raise KeyError(f"no column {name!r} was read; there are: {', '.join(self.columns)}")
         return self.columns[name]
 
     def __len__(self) -> int:

@@ -222,7 +222,7 @@ class MemoryDataPlane:
         partition = self._partitions.get(partition_id)
         if partition is None:
             raise PartitionNotRegistered(
-                "not registered; call register_partition once, before any row is written",
+                "not registered; the driver calls register_partition once, before any row is written",
                 call=call,
                 partition=partition_id,
             )

@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
@@ -72,6 +73,7 @@ class RolloutReassembler:
         )
 
     Both partitions must be registered (`register_canonical_partition`, `register_staging_partition`).
+    Raises `ValueError` for a `pad_token_id` or a `max_seq_len` (in tokens) that cannot be one.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class RolloutReassembler:
         defer_routed_experts_to_policy: bool = False,
         bounds: ReceiptBounds = DEFAULT_BOUNDS,
     ) -> None:
+        _check_settings(pad_token_id, max_seq_len)
         self._client = dp_client
         self._partition_id = partition_id
         self._staging_partition = staging_partition
@@ -349,6 +352,13 @@ def _proven(row: LinearizedRow, reward: float, keys: tuple[str, ...], plan: Rout
         generated_tokens=sum(span.generation_len for span in row.link_spans),
         route_plan=plan,
     )
+
+
+def _check_settings(pad_token_id: Any, max_seq_len: Any) -> None:
+    if not isinstance(pad_token_id, Integral):
+        raise ValueError(f"pad_token_id must be an int, got {pad_token_id!r}")
+    if max_seq_len is not None and (not isinstance(max_seq_len, Integral) or int(max_seq_len) < 1):
+        raise ValueError(f"max_seq_len must be a positive int of tokens, or None for no limit, got {max_seq_len!r}")
 
 
 def _log_rejections(group_id: str, rollouts: Sequence[FinalizedRollout]) -> None:

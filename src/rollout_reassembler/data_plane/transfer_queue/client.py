@@ -276,7 +276,7 @@ class TransferQueueDataPlane:
             return known
         schema = self._registered(site)
         if schema is None:
-            what = "not registered; call register_partition once, before any row is written"
+            what = "not registered; the driver calls register_partition once, before any row is written"
             raise PartitionNotRegistered(what, call=site.call, partition=site.partition)
         self._schemas[site.partition] = schema
         return schema
