@@ -278,10 +278,9 @@ def test_a_connection_lost_in_a_put_leaves_no_row_without_its_tags(
     cut.put_samples(["before"], "p", {"step": [1]}, tags=[{"x": 1}])
     proxy.cut_at = cut_at
     keys = [f"k{index}" for index in range(2000)]
-    started = time.monotonic()
     with pytest.raises(DataPlaneUnavailable, match=r"the queue's controller .* the connection was lost"):
         cut.put_samples(keys, "p", {"step": range(2000)}, tags=[{"x": 2}] * 2000)
-    assert time.monotonic() - started < 2
+    # What is still on its way would arrive now.
     time.sleep(0.3)
     readable = plane.get_samples(keys, "p", ["step"], partial=True).sample_ids
     assert readable == []
