@@ -17,7 +17,8 @@ add up, the digest is that of the contents). Constructing one raises pydantic's 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Protocol, Self
 
 import numpy as np
@@ -224,66 +225,48 @@ def seal_call(
     or `CallRecord`, and as `prefix_token_ids`, int64 `[parent.cum_len]`, the parent's whole sequence. Raises
     `InvalidStagedCall`, naming the call, when the columns cannot be a call.
     """
+    with _naming(rollout_id, model_call_id):
+        if parent is not None and not hasattr(parent, "cum_len"):
+            raise InvalidStagedCall(f"parent must be the parent's StagedCall or CallRecord, got {parent!r:.80}")
+        ids = digests.as_token_ids(token_ids_delta)
+        prefix = digests.as_token_ids(prefix_token_ids if prefix_token_ids is not None else ())
+        prev_len = parent.cum_len if parent is not None else 0
+        if len(prefix) != prev_len:
+            raise InvalidStagedCall(f"the parent's sequence has {prev_len} tokens, the prefix given {len(prefix)}")
+        fields: dict[str, Any] = {
+            "rollout_id": rollout_id,
+            "model_call_id": model_call_id,
+            "parent_call_id": parent.model_call_id if parent is not None else None,
+            "mode": "text" if parent is None else "token_in",
+            "prev_len": prev_len,
+            "delta_len": len(ids),
+            "cum_len": prev_len + len(ids),
+            "weight_version": weight_version,
+            "token_ids_delta": ids,
+            "token_mask_delta": digests.as_floats(token_mask_delta, "token mask"),
+            "generation_log_probs_delta": digests.as_floats(generation_log_probs_delta, "log probabilities"),
+            "extras_digest": digests.extras_digest(extras),
+            "chain_hash": digests.chain_hash(parent.chain_hash if parent is not None else None, ids),
+            "cumulative_hash": digests.cumulative_hash(np.concatenate([prefix, ids])),
+        }
+        try:
+            return StagedCall(
+                **fields,
+                extras=dict(extras) if extras is not None else None,
+                digest=digests.staging_digest(**fields),
+            )
+        except ValidationError as error:
+            raise InvalidStagedCall("; ".join(map(_fault, error.errors(include_input=False)))) from error
+
+
+@contextmanager
+def _naming(rollout_id: str, model_call_id: str) -> Iterator[None]:
+    """Errors of the block say which call they are about."""
     try:
-        return _sealed(
-            rollout_id=rollout_id,
-            model_call_id=model_call_id,
-            token_ids_delta=token_ids_delta,
-            token_mask_delta=token_mask_delta,
-            generation_log_probs_delta=generation_log_probs_delta,
-            weight_version=weight_version,
-            parent=parent,
-            prefix_token_ids=prefix_token_ids,
-            extras=extras,
-        )
+        yield
     except InvalidStagedCall as error:
         where = f"call {model_call_id!r:.80} of rollout {rollout_id!r:.80}"
         raise InvalidStagedCall(f"{where}: {error.detail}", code=error.code) from error
-
-
-def _sealed(
-    *,
-    rollout_id: str,
-    model_call_id: str,
-    token_ids_delta: Integers,
-    token_mask_delta: Floats,
-    generation_log_probs_delta: Floats,
-    weight_version: int,
-    parent: ParentCall | None,
-    prefix_token_ids: Integers | None,
-    extras: Mapping[str, Any] | None,
-) -> StagedCall:
-    if parent is not None and not hasattr(parent, "cum_len"):
-        raise InvalidStagedCall(f"parent must be the parent's StagedCall or CallRecord, got {parent!r:.80}")
-    ids = digests.as_token_ids(token_ids_delta)
-    prefix = digests.as_token_ids(prefix_token_ids if prefix_token_ids is not None else ())
-    prev_len = parent.cum_len if parent is not None else 0
-    if len(prefix) != prev_len:
-        raise InvalidStagedCall(f"the parent's sequence has {prev_len} tokens, the prefix given {len(prefix)}")
-    fields: dict[str, Any] = {
-        "rollout_id": rollout_id,
-        "model_call_id": model_call_id,
-        "parent_call_id": parent.model_call_id if parent is not None else None,
-        "mode": "text" if parent is None else "token_in",
-        "prev_len": prev_len,
-        "delta_len": len(ids),
-        "cum_len": prev_len + len(ids),
-        "weight_version": weight_version,
-        "token_ids_delta": ids,
-        "token_mask_delta": digests.as_floats(token_mask_delta, "token mask"),
-        "generation_log_probs_delta": digests.as_floats(generation_log_probs_delta, "log probabilities"),
-        "extras_digest": digests.extras_digest(extras),
-        "chain_hash": digests.chain_hash(parent.chain_hash if parent is not None else None, ids),
-        "cumulative_hash": digests.cumulative_hash(np.concatenate([prefix, ids])),
-    }
-    try:
-        return StagedCall(
-            **fields,
-            extras=dict(extras) if extras is not None else None,
-            digest=digests.staging_digest(**fields),
-        )
-    except ValidationError as error:
-        raise InvalidStagedCall("; ".join(map(_fault, error.errors(include_input=False)))) from error
 
 
 def _fault(fault: Any) -> str:
