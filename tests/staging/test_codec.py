@@ -82,6 +82,15 @@ def test_a_length_that_no_value_can_have_is_not_listed():
         assert unpack_listed([pack_call(child())], "r", [longer]) is None
 
 
+@pytest.mark.parametrize("more", [b"\x00" * 4, b"\x00" * 16])
+def test_signed_columns_of_another_length_are_not_listed(more):
+    """Its head, its tail and its digest are what the record says; only its columns are not."""
+    body = pack_call(child())[HEADER_BYTES:]
+    value = signed(body[:-TAIL_BYTES] + more + body[-TAIL_BYTES:])
+    record = CallRecord.of(child(), response_id="chatcmpl").model_copy(update={"digest": value[16:48].hex()})
+    assert unpack_listed([value], "r", [record]) is None
+
+
 def test_one_value_that_is_not_listed_leaves_all_to_the_exact_look():
     calls = chain("r", 3).calls
     values, records = [pack_call(c) for c in calls], [CallRecord.of(c, response_id="chatcmpl") for c in calls]
