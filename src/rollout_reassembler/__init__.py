@@ -11,8 +11,22 @@
     )
     group = reassembler.finalize_group("g0", rollout_ids, receipts, rewards, ...)
 
-All public names import from here. Those that need Ray or torch load it when they are first used, so
-that the rest works without.
+All public names import from here:
+
+- *staging*, in an inference worker: `seal_call`, `StagedCall`, `StagingSink`, `StagingSource`, `StageResult`
+- *capture*, around an engine and an agent: `CallRecorder`, `OpenCall`, `CaptureLedger`, `LedgerView`,
+  `CaptureAdmission`, `CommitCoords`; and what it makes, `RolloutReceipt` of `CallRecord`s
+- *finalizing*: `RolloutReassembler`, `FinalizedGroup`, `FinalizedRollout`, `GroupRecords`; on a cluster
+  `ReassemblerPool` over `create_rollout_reassembler_actors`, `ReassemblyRequest`
+- *training*: `iter_batches`, `TrainBatch`, `execute_route_plans`, `RouteReport`
+- *the data plane*: `build_data_plane_client`, `DataPlaneConfig`, `DataPlaneClient`, `KVBatchMeta`,
+  `register_staging_partition`, `register_canonical_partition`, `sweep_staging`
+- *proving by hand*: `parse_receipt`, `verify_and_linearize`, `LinearizedRow`, `assert_metadata_only`
+- *expert routes*: `route_extras`, `encode_routed_experts`, `decode_routed_experts`, `RoutePlan`
+- *errors*: every one is a `ReassemblerError`; docs/errors.md has the table
+
+Those that need Ray or torch load it when they are first used, so that the rest works without. Where
+it is not installed, their first use raises `MissingExtra` (an `ImportError`) with the line that installs it.
 """
 
 from __future__ import annotations
@@ -20,26 +34,46 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rollout_reassembler.capture import (
+    CallRecorder,
+    CaptureAdmission,
+    CaptureLedger,
+    CommitCoords,
+    LedgerView,
+    OpenCall,
+)
 from rollout_reassembler.contract.bounds import ReceiptBounds, parse_receipt
 from rollout_reassembler.contract.errors import (
+    BadArchive,
     BoundExceeded,
+    CallClosed,
     ContractError,
     DataPlaneError,
     DataPlaneTimeout,
     DataPlaneUnavailable,
     GroupConflict,
+    InvalidLedger,
     InvalidReceipt,
+    InvalidRoutePlan,
     InvalidRoutes,
     InvalidStagedCall,
+    LedgerConflict,
+    MissingExtra,
     PartitionNotRegistered,
+    PoolClosed,
     ReassemblerError,
+    RequestCrashedActor,
+    RequestDeadlineExceeded,
     RequestError,
+    RouteFailure,
     RowsMissing,
     RpcPayloadError,
     SchemaViolation,
     StagedRowsMissing,
+    UnreadableConversation,
     VerificationError,
 )
+from rollout_reassembler.contract.features import feature
 from rollout_reassembler.contract.messages import (
     FinalizedGroup,
     KVBatchMeta,
@@ -48,7 +82,8 @@ from rollout_reassembler.contract.messages import (
 )
 from rollout_reassembler.contract.records import CallRecord, RolloutReceipt, StagedCall, StageResult, seal_call
 from rollout_reassembler.contract.routed_experts import decode_routed_experts, encode_routed_experts, route_extras
-from rollout_reassembler.contract.rpc_guard import _FORBIDDEN_RPC_KEYS, assert_metadata_only
+from rollout_reassembler.contract.rpc_guard import _FORBIDDEN_RPC_KEYS as _FORBIDDEN_RPC_KEYS
+from rollout_reassembler.contract.rpc_guard import assert_metadata_only
 from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec, SampleBatch
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
@@ -63,25 +98,25 @@ from rollout_reassembler.staging.sink import StagingSink
 from rollout_reassembler.staging.source import StagingSource
 
 if TYPE_CHECKING:
-    from rollout_reassembler.actors.pool import (
-        PoolClosed,
-        ReassemblerPool,
-        RequestCrashedActor,
-        RequestDeadlineExceeded,
-    )
+    from rollout_reassembler.actors.pool import ReassemblerPool
     from rollout_reassembler.actors.rollout_reassembler_actor import (
         RolloutReassemblerActor,
         create_rollout_reassembler_actors,
     )
     from rollout_reassembler.trainer.deferred_routes import RouteReport, execute_route_plans
-    from rollout_reassembler.trainer.rows import iter_batches
+    from rollout_reassembler.trainer.rows import TrainBatch, iter_batches
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "_FORBIDDEN_RPC_KEYS",
+    "BadArchive",
     "BoundExceeded",
+    "CallClosed",
     "CallRecord",
+    "CallRecorder",
+    "CaptureAdmission",
+    "CaptureLedger",
+    "CommitCoords",
     "ContractError",
     "DataPlaneClient",
     "DataPlaneConfig",
@@ -93,11 +128,17 @@ __all__ = [
     "FinalizedRollout",
     "GroupConflict",
     "GroupRecords",
+    "InvalidLedger",
     "InvalidReceipt",
+    "InvalidRoutePlan",
     "InvalidRoutes",
     "InvalidStagedCall",
     "KVBatchMeta",
+    "LedgerConflict",
+    "LedgerView",
     "LinearizedRow",
+    "MissingExtra",
+    "OpenCall",
     "PartitionNotRegistered",
     "PoolClosed",
     "ReassemblerError",
@@ -111,6 +152,7 @@ __all__ = [
     "RolloutReassemblerActor",
     "RolloutReassemblerActorConfig",
     "RolloutReceipt",
+    "RouteFailure",
     "RoutePlan",
     "RouteReport",
     "RowsMissing",
@@ -123,6 +165,8 @@ __all__ = [
     "StagingSink",
     "StagingSource",
     "SweepReport",
+    "TrainBatch",
+    "UnreadableConversation",
     "VerificationError",
     "assert_metadata_only",
     "build_data_plane_client",
@@ -141,20 +185,24 @@ __all__ = [
 ]
 
 _LAZY = {
-    "PoolClosed": "rollout_reassembler.actors.pool",
-    "ReassemblerPool": "rollout_reassembler.actors.pool",
-    "RequestCrashedActor": "rollout_reassembler.actors.pool",
-    "RequestDeadlineExceeded": "rollout_reassembler.actors.pool",
-    "RolloutReassemblerActor": "rollout_reassembler.actors.rollout_reassembler_actor",
-    "RouteReport": "rollout_reassembler.trainer.deferred_routes",
-    "create_rollout_reassembler_actors": "rollout_reassembler.actors.rollout_reassembler_actor",
-    "execute_route_plans": "rollout_reassembler.trainer.deferred_routes",
-    "iter_batches": "rollout_reassembler.trainer.rows",
+    "ReassemblerPool": ("actors.pool", "ray"),
+    "RolloutReassemblerActor": ("actors.rollout_reassembler_actor", "ray"),
+    "RouteReport": ("trainer.deferred_routes", "trainer"),
+    "TrainBatch": ("trainer.rows", "trainer"),
+    "create_rollout_reassembler_actors": ("actors.rollout_reassembler_actor", "ray"),
+    "execute_route_plans": ("trainer.deferred_routes", "trainer"),
+    "iter_batches": ("trainer.rows", "trainer"),
 }
-"""Names that need Ray or torch, and where they live."""
+"""Names that need Ray or torch: the module where they live, and the extra that brings what it needs."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, extra = _LAZY[name]
+    with feature(f"{__name__}.{name}", extra=extra):
+        return getattr(import_module(f"{__name__}.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

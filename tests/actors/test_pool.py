@@ -13,8 +13,8 @@ import pytest
 import ray
 
 import rollout_reassembler as rr
-from rollout_reassembler.actors.pool import PoolClosed, RequestCrashedActor, RequestDeadlineExceeded
 from rollout_reassembler.actors.rollout_reassembler_actor import _ReassemblerProcess
+from rollout_reassembler.contract.errors import PoolClosed, RequestCrashedActor, RequestDeadlineExceeded
 from tests.actors.conftest import Site
 from tests.actors.groups import assert_rows_proven, request_of, stage_group, stage_groups_elsewhere
 

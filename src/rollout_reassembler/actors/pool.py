@@ -39,21 +39,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from rollout_reassembler.contract.errors import ReassemblerError
+from rollout_reassembler.contract.errors import PoolClosed, RequestCrashedActor, RequestDeadlineExceeded
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only
-
-
-class RequestCrashedActor(ReassemblerError, RuntimeError):
-    """The actor died each time it tried this request. Nothing of the group is lost; asking again is safe."""
-
-
-class RequestDeadlineExceeded(ReassemblerError, TimeoutError):
-    """The pool's deadline passed. An actor may still finish the request; asking again is safe."""
-
-
-class PoolClosed(ReassemblerError, RuntimeError):
-    """The pool was closed before this request was dispatched."""
 
 
 @dataclass

@@ -13,7 +13,8 @@ agent's side, made of `journal` (the file), `fingerprint` (conversations), `line
 from rollout_reassembler.capture.ledger import CaptureLedger
 from rollout_reassembler.capture.receipts import LedgerView
 from rollout_reassembler.capture.recorder import CallRecorder, OpenCall
-from rollout_reassembler.capture.records import CallClosed, CaptureAdmission, CommitCoords, LedgerConflict
+from rollout_reassembler.capture.records import CaptureAdmission, CommitCoords
+from rollout_reassembler.contract.errors import CallClosed, LedgerConflict
 
 __all__ = [
     "CallClosed",

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout_reassembler.capture.records import Message
-from rollout_reassembler.contract.errors import ContractError
+from rollout_reassembler.contract.errors import UnreadableConversation
 
 FINGERPRINT_VERSION = 1
 
@@ -44,12 +44,6 @@ _NOT_ECHOED = frozenset(
 
 Output = Message | Sequence[Message]
 """What a call answered: one assistant message, or the several items of one answer."""
-
-
-class UnreadableConversation(ContractError):
-    """Messages that are not plain JSON objects, so that nothing can be looked up by them."""
-
-    code = "unreadable_conversation"
 
 
 def prefix_fingerprints(messages: Sequence[Message]) -> list[str]:

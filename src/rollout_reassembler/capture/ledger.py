@@ -42,7 +42,6 @@ from rollout_reassembler.capture import journal
 from rollout_reassembler.capture.fingerprint import (
     FINGERPRINT_VERSION,
     Output,
-    UnreadableConversation,
     continued_fingerprints,
     conversation_fingerprint,
     output_messages,
@@ -65,11 +64,10 @@ from rollout_reassembler.capture.records import (
     MISSING_RESPONSE_ID,
     CaptureAdmission,
     CommitCoords,
-    LedgerConflict,
     Message,
 )
 from rollout_reassembler.capture.terminal import Witnesses
-from rollout_reassembler.contract.errors import RequestError
+from rollout_reassembler.contract.errors import LedgerConflict, RequestError, UnreadableConversation
 from rollout_reassembler.contract.records import CallRecord, RolloutReceipt
 
 LOGGER = logging.getLogger(__name__)

@@ -29,14 +29,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictStr, TypeA
 
 from rollout_reassembler.capture.fingerprint import FINGERPRINT_VERSION, is_model_authored, prefix_fingerprints
 from rollout_reassembler.capture.records import UNRESOLVED_PARENT, Message, Resolution
-from rollout_reassembler.contract.errors import ContractError
+from rollout_reassembler.contract.errors import InvalidLedger
 from rollout_reassembler.contract.records import CallRecord, Count, DigestHex, Identifier
-
-
-class InvalidLedger(ContractError):
-    """A ledger with a whole line that is no row of it, as a newer writer would leave."""
-
-    code = "invalid_ledger"
 
 
 class _Row(BaseModel):

@@ -38,13 +38,18 @@ from rollout_reassembler.capture.records import (
     PROMPT_DIVERGES,
     STAGING_FAILED,
     UNRESOLVED_PARENT,
-    CallClosed,
     CaptureAdmission,
     CommitCoords,
 )
 from rollout_reassembler.contract import digests
 from rollout_reassembler.contract.digests import Integers
-from rollout_reassembler.contract.errors import ContractError, DataPlaneError, InvalidStagedCall, StagedRowsMissing
+from rollout_reassembler.contract.errors import (
+    CallClosed,
+    ContractError,
+    DataPlaneError,
+    InvalidStagedCall,
+    StagedRowsMissing,
+)
 from rollout_reassembler.contract.records import StagedCall, StageResult, seal_call
 
 LOGGER = logging.getLogger(__name__)

@@ -20,7 +20,6 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictStr, model_validator
 
-from rollout_reassembler.contract.errors import ReassemblerError
 from rollout_reassembler.contract.records import CallMode, Count, DigestHex, Identifier, StagedCall, staging_key
 
 Message = Mapping[str, Any]
@@ -39,14 +38,6 @@ MISSING_RESPONSE_ID = "ledger_row_missing_response_id"
 PREFIX_UNAVAILABLE = "prefix_unavailable"
 PROMPT_DIVERGES = "prompt_diverges"
 STAGING_FAILED = "staging_failed"
-
-
-class CallClosed(ReassemblerError, RuntimeError):
-    """A call was completed, failed or aborted a second time."""
-
-
-class LedgerConflict(ReassemblerError, RuntimeError):
-    """A ledger was told two different things about one call, or of a call it never admitted."""
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from rollout_reassembler.capture.fingerprint import (
     FINGERPRINT_VERSION,
     Output,
-    UnreadableConversation,
     conversation_fingerprint,
     output_messages,
 )
+from rollout_reassembler.contract.errors import UnreadableConversation
 from rollout_reassembler.contract.records import CallRecord, TerminalMethod
 
 # The reasons of the parent-link walk, in the reference release's words.

@@ -91,8 +91,8 @@ def run(
 
     `reassemble demo --keep` leaves an archive to try this on.
     """
-    from rollout_reassembler.cli.archive import BadArchive
     from rollout_reassembler.cli.run import run_archive
+    from rollout_reassembler.contract.errors import BadArchive
 
     try:
         run_archive(

@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollout_reassembler.contract.errors import BadArchive
 from rollout_reassembler.contract.messages import ReassemblyRequest
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD, ROLLOUT_TAG
@@ -35,10 +36,6 @@ _STAGED_SCHEMA = pa.schema(
     {"key": pa.string(), "rollout_id": pa.string(), "call": pa.large_binary(), "extras": pa.large_binary()}
 )
 _ROWS_A_PUT = 256
-
-
-class BadArchive(Exception):
-    """The archive can't be read. The message is one line for the person who named it."""
 
 
 @dataclass(frozen=True)

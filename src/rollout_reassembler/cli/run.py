@@ -10,9 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from rollout_reassembler.cli.archive import Archive, BadArchive, read_archive
+from rollout_reassembler.cli.archive import Archive, read_archive
 from rollout_reassembler.cli.planes import CANONICAL, STAGING, OpenPlane, PlaneName, open_plane
 from rollout_reassembler.cli.report import groups_table
+from rollout_reassembler.contract.errors import BadArchive
 from rollout_reassembler.contract.messages import FinalizedGroup, RolloutReassemblerActorConfig
 from rollout_reassembler.trainer.exports import export_rows
 

@@ -1,9 +1,12 @@
-"""Every error a caller can catch by name.
+"""Every error a caller can catch by name. All of them import from `rollout_reassembler` too.
 
 Two families, and they never mix. A `ContractError` says that some *data* is wrong: it costs one
 rollout, which becomes a placeholder under the error's `code`. Everything else (a lost data plane, a
 misused call, a conflict) is a fault of the system or of the caller: it is raised, and nothing is
 published or cleared because of it.
+
+Most errors also are the builtin that a caller knows already (`ValueError`, `TimeoutError`, …). All of them
+survive pickling: what was raised in an actor is what its caller catches.
 """
 
 from __future__ import annotations
@@ -57,8 +60,30 @@ class InvalidRoutes(ContractError):
     code = "invalid_routed_experts"
 
 
+class InvalidRoutePlan(ContractError):
+    """A route plan that contradicts itself, or an encoded one that cannot be read."""
+
+    code = "invalid_route_plan"
+
+
+class RouteFailure(ContractError):
+    """A route plan that could not be executed; `code` is one of `reassembly.routes.FAILURE_CODES`."""
+
+
 class VerificationError(ContractError):
     """Receipt and staged rows do not prove each other; `code` is one of the verification codes."""
+
+
+class UnreadableConversation(ContractError):
+    """Messages that are not plain JSON objects, so that nothing can be looked up by them."""
+
+    code = "unreadable_conversation"
+
+
+class InvalidLedger(ContractError):
+    """A ledger with a whole line that is no row of it, as a newer writer would leave."""
+
+    code = "invalid_ledger"
 
 
 class RequestError(ReassemblerError, ValueError):
@@ -82,6 +107,34 @@ class RpcPayloadError(ReassemblerError, TypeError):
 
 class GroupConflict(ReassemblerError):
     """Another request was already finalized under this group id."""
+
+
+class RequestCrashedActor(ReassemblerError, RuntimeError):
+    """The actor died each time it tried this request. Nothing of the group is lost; asking again is safe."""
+
+
+class RequestDeadlineExceeded(ReassemblerError, TimeoutError):
+    """The pool's deadline passed. An actor may still finish the request; asking again is safe."""
+
+
+class PoolClosed(ReassemblerError, RuntimeError):
+    """The pool was closed before this request was dispatched."""
+
+
+class CallClosed(ReassemblerError, RuntimeError):
+    """A call was completed, failed or aborted a second time."""
+
+
+class LedgerConflict(ReassemblerError, RuntimeError):
+    """A ledger was told two different things about one call, or of a call it never admitted."""
+
+
+class MissingExtra(ReassemblerError, ImportError):
+    """A feature whose libraries are not installed. The message has the `pip install` that brings them."""
+
+
+class BadArchive(ReassemblerError, ValueError):
+    """The archive can't be read. The message is one line for the person who named it."""
 
 
 class DataPlaneError(ReassemblerError, RuntimeError):

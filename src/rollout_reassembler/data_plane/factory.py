@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rollout_reassembler.contract.features import feature
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 
@@ -17,7 +18,8 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
     the connect deadline when there is nothing to connect to.
 
     The adapters import what they need when they are chosen: the memory plane runs without torch,
-    Ray or TransferQueue. Raises pydantic's `ValidationError` for a mapping that is no config.
+    Ray or TransferQueue. Raises `MissingExtra` where they are not installed, and pydantic's
+    `ValidationError` for a mapping that is no config.
     """
     if isinstance(cfg, Mapping):
         cfg = DataPlaneConfig.model_validate(cfg)
@@ -30,9 +32,11 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
 
         return MemoryDataPlane()
     if cfg.backend == "mooncake_cpu":
-        from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
+        with feature("the data plane on Mooncake", extra="ray,mooncake"):
+            from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
 
         return MooncakeDataPlane(cfg, bootstrap=bootstrap)
-    from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
+    with feature("the data plane on TransferQueue", extra="ray"):
+        from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
 
     return TransferQueueDataPlane(cfg, bootstrap=bootstrap)

@@ -34,6 +34,7 @@ from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
 from rollout_reassembler.contract.errors import (
     DataPlaneError,
     GroupConflict,
+    InvalidRoutePlan,
     InvalidStagedCall,
     VerificationError,
 )
@@ -45,7 +46,7 @@ from rollout_reassembler.reassembly.cleanup import clear_group
 from rollout_reassembler.reassembly.group_record import GroupRecords
 from rollout_reassembler.reassembly.metrics import group_metrics
 from rollout_reassembler.reassembly.phases import Phases
-from rollout_reassembler.reassembly.route_plan import InvalidRoutePlan, RoutePlan, plan_routes
+from rollout_reassembler.reassembly.route_plan import RoutePlan, plan_routes
 from rollout_reassembler.reassembly.routed_rows import PlanTag, assemble_group_routes, route_metrics, route_plan_tags
 from rollout_reassembler.reassembly.rows import (
     FinalizedRollout,

@@ -30,7 +30,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError, model_validator
 
 from rollout_reassembler.contract.digests import EXTRAS_DIGEST_VERSION
-from rollout_reassembler.contract.errors import ContractError
+from rollout_reassembler.contract.errors import InvalidRoutePlan
 from rollout_reassembler.contract.records import Count, DigestHex, Identifier, staging_key
 from rollout_reassembler.contract.routed_experts import RouteSpanMode, classify_route_span
 from rollout_reassembler.reassembly.verify import LinearizedRow
@@ -42,12 +42,6 @@ MAX_PLAN_BYTES = 8 << 20
 _ENCODED_MAGIC = "rp2:"
 _DIGEST_BYTES = 32
 _U32 = struct.Struct(">I")
-
-
-class InvalidRoutePlan(ContractError):
-    """A route plan that contradicts itself, or an encoded one that cannot be read."""
-
-    code = "invalid_route_plan"
 
 
 class RouteSpan(BaseModel):

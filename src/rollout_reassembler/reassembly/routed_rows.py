@@ -6,8 +6,9 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 
+from rollout_reassembler.contract.errors import RouteFailure
 from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG, encode_route_plan
-from rollout_reassembler.reassembly.routes import RouteFailure, assemble_group, missing_token_count
+from rollout_reassembler.reassembly.routes import assemble_group, missing_token_count
 from rollout_reassembler.reassembly.rows import FinalizedRollout, rejected
 from rollout_reassembler.staging.source import StagingSource
 

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rollout_reassembler.contract.errors import ContractError, InvalidRoutes, InvalidStagedCall
+from rollout_reassembler.contract.errors import InvalidRoutes, InvalidStagedCall, RouteFailure
 from rollout_reassembler.contract.routed_experts import (
     INVALID_RANK,
     MISSING_ROUTE,
@@ -65,10 +65,6 @@ FAILURE_CODES = (
 
 
 _UNREAD = frozenset({"missing_fragment", "fragment_integrity"})
-
-
-class RouteFailure(ContractError):
-    """A plan that could not be executed; `code` is one of `FAILURE_CODES`."""
 
 
 class _Fragment(NamedTuple):

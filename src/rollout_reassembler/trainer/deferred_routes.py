@@ -32,12 +32,11 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from rollout_reassembler.contract.errors import ContractError, DataPlaneError
+from rollout_reassembler.contract.errors import ContractError, DataPlaneError, InvalidRoutePlan, RouteFailure
 from rollout_reassembler.data_plane.base import DataPlaneClient, Tags
-from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG, InvalidRoutePlan, RoutePlan, decode_route_plan
+from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG, RoutePlan, decode_route_plan
 from rollout_reassembler.reassembly.routes import (
     ModelShape,
-    RouteFailure,
     RowRoutes,
     assemble_group,
     missing_token_count,
