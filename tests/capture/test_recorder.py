@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_reassembler.capture import CallClosed, CallRecorder, CaptureAdmission
+from rollout_reassembler.capture import CallClosed, CallRecorder, CaptureAdmission, CaptureCounts
 from rollout_reassembler.capture.prefixes import PrefixCache
 from rollout_reassembler.contract.errors import DataPlaneTimeout, StagedRowsMissing
 from rollout_reassembler.contract.records import StagedCall, StageResult
@@ -83,14 +84,33 @@ def test_a_call_is_its_carry_and_then_its_generation() -> None:
     assert (coords.digest, coords.chain_hash) == (staged.digest, staged.chain_hash)
 
 
-def test_lists_and_arrays_of_any_integer_width_stage_the_same_call() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "generated", "logprobs"),
+    [
+        (np.array([1, 2], np.int32), np.array([3], np.uint16), np.array([-0.5], np.float64)),
+        (np.array([1, 2], np.uint64), np.array([3.0]), np.array([-0.5], np.float16)),
+        ([np.int64(1), 2], (np.uint8(3),), [np.float32(-0.5)]),
+        (torch.tensor([1, 2]), torch.tensor([3], dtype=torch.int8), torch.tensor([-0.5], requires_grad=True)),
+        ([torch.tensor(1), 2], [torch.tensor(3)], torch.tensor([-0.5], dtype=torch.bfloat16)),
+    ],
+    ids=["arrays", "uint64, float ids, float16", "numpy scalars", "tensors", "torch scalars, bfloat16"],
+)
+def test_whatever_type_an_engine_gives_the_same_numbers_are_the_same_call(
+    prompt: Any, generated: Any, logprobs: Any
+) -> None:
     sink = ListSink()
     recorder = _recorder(sink)
     recorder.complete_call(recorder.begin_call(ROOT), [1, 2], [3], [-0.5])
-    recorder.complete_call(
-        recorder.begin_call(ROOT), np.array([1, 2], np.int32), np.array([3], np.uint16), np.array([-0.5], np.float64)
-    )
+    recorder.complete_call(recorder.begin_call(ROOT), prompt, generated, logprobs)
     assert sink.staged[0] == sink.staged[1]
+
+
+def test_a_prompt_is_put_together_from_the_prefix_and_a_list() -> None:
+    sink = ListSink()
+    recorder = _recorder(sink)
+    child = recorder.begin_call(_child_of(_root(sink, recorder)))
+    coords = recorder.complete_call(child, [*child.prefix_token_ids, *[4, 5]], [6], [np.float32(-0.5)])
+    assert (coords.disposition, sink.staged[1].token_ids_delta.tolist()) == ("staged", [4, 5, 6])
 
 
 def test_a_call_begun_at_version_7_and_answered_at_8_is_stamped_7(world: World) -> None:
@@ -121,14 +141,17 @@ def test_a_completion_of_length_0_is_staged_with_nothing_to_train() -> None:
     [
         ([1, 2], [3, 4], [-0.5], "2 tokens were sampled, with 1 log probabilities"),
         ([1, 2], [3], [-0.5, -0.5], "1 tokens were sampled, with 2 log probabilities"),
-        ([1, 2], [3], None, "log probabilities must be a list"),
+        ([1, 2], [3], None, "log probabilities must be a sequence"),
         ([1, 2], [3], [math.nan], "log probabilities must be finite"),
         ([1, 2], [3], [-math.inf], "log probabilities must be finite"),
         ([1, 2], [3], [-1e300], "log probabilities must be finite"),
         ([1, 2], [0], [], "1 tokens were sampled, with 0 log probabilities"),
         ([1, 2], [-1], [-0.5], "non-negative"),
-        ([1, 2], [3.0], [-0.5], "token ids must be a flat list of ints"),
-        (None, [3], [-0.5], "token ids must be a list"),
+        ([1, 2], [3.5], [-0.5], "generated token ids must be whole numbers, found 3.5 at 0"),
+        ([1, 2], [None], [-0.5], "generated token ids must be numbers, found NoneType at 0"),
+        ([1, 2], [3], [None], "log probabilities must be numbers, found NoneType at 0"),
+        ([1, 2], [True], [-0.5], "generated token ids must be whole numbers, got bool[1]"),
+        (None, [3], [-0.5], "prompt token ids must be a sequence or an array of numbers, got NoneType"),
         ([], [], [], "at least one token"),
     ],
     ids=[
@@ -140,7 +163,10 @@ def test_a_completion_of_length_0_is_staged_with_nothing_to_train() -> None:
         "logprob beyond binary32",
         "fabricated token without a generation",
         "negative token",
-        "float token",
+        "half a token",
+        "a token that is none",
+        "a log probability that is none",
+        "a truth for a token",
         "no prompt tokens",
         "nothing at all",
     ],
@@ -196,6 +222,96 @@ def test_a_sink_that_fails_never_fails_the_answer() -> None:
     recorder = _recorder(ListSink("the plane is gone"))
     coords = recorder.complete_call(recorder.begin_call(ROOT), [1, 2], [3], [-0.5])
     assert (coords.disposition, coords.failure_reason) == ("capture_failed", "staging_failed: the plane is gone")
+
+
+class RaisingSink:
+    def stage(self, record: StagedCall, /) -> StageResult:
+        raise KeyError("a bug in the client")
+
+
+class SilentSink:
+    def stage(self, record: StagedCall, /) -> Any:
+        return None
+
+
+class WrongSink:
+    def stage(self, record: StagedCall, /) -> StageResult:
+        return StageResult(ok=True, staging_key="another/call")
+
+
+class OddExtras(dict[str, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("extras that cannot be walked \ud800")
+
+    keys = __iter__ = items
+
+
+@pytest.mark.parametrize("sink", [RaisingSink(), SilentSink(), WrongSink()], ids=lambda sink: type(sink).__name__)
+def test_a_sink_that_raises_or_answers_nonsense_fails_the_capture_and_not_the_answer(
+    sink: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = _recorder(sink)
+    coords = recorder.complete_call(recorder.begin_call(ROOT), [1, 2], [3], [-0.5])
+    assert (coords.failure_reason or "").startswith("staging_failed: ")
+    assert recorder.counts.failed == {"staging_failed": 1}
+    assert caplog.records[-1].exc_info is not None
+
+
+def test_what_raises_while_a_call_is_sealed_fails_its_capture(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = _recorder(ListSink())
+    coords = recorder.complete_call(recorder.begin_call(ROOT), [1], [2], [-0.5], OddExtras(a=1))
+    assert coords.failure_reason == "capture_error: RuntimeError: extras that cannot be walked ?"
+    assert caplog.records[-1].exc_info is not None
+
+
+def test_a_source_that_raises_something_untyped_fails_the_capture_of_that_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Source:
+        def fetch(self, keys: list[str], /) -> list[StagedCall]:
+            raise ZeroDivisionError("a bug in the source")
+
+    sink = ListSink()
+    recorder = _recorder(sink, source=Source())
+    call = recorder.begin_call(_child_of(_root(sink, _recorder(sink))))
+    assert caplog.records[-1].exc_info is not None
+    coords = recorder.complete_call(call, [1, 2, 3], [4], [-0.5])
+    assert coords.failure_reason == "prefix_unavailable: ZeroDivisionError: a bug in the source"
+
+
+def test_a_weight_version_that_cannot_be_had_fails_the_capture_of_that_call() -> None:
+    def gone() -> int:
+        raise ConnectionResetError("the trainer is gone")
+
+    recorder = CallRecorder(ListSink(), weight_version=gone)
+    call = recorder.begin_call(ROOT)
+    coords = recorder.complete_call(call, [1, 2], [3], [-0.5])
+    assert coords.failure_reason == "weight_version_unavailable: ConnectionResetError: the trainer is gone"
+    assert recorder.counts.failed == {"weight_version_unavailable": 1}
+
+
+@pytest.mark.parametrize("version", [np.int64(7), np.uint8(7), torch.tensor(7)], ids=str)
+def test_a_weight_version_is_any_whole_number(version: Any) -> None:
+    assert CallRecorder(ListSink(), weight_version=lambda: version).begin_call(ROOT).weight_version == 7
+
+
+def test_what_became_of_a_recorders_calls_is_counted() -> None:
+    recorder = _recorder(ListSink())
+    recorder.complete_call(recorder.begin_call(ROOT), [1], [2], [-0.5])
+    recorder.complete_call(recorder.begin_call(ROOT), [1], [2], [])
+    recorder.complete_call(recorder.begin_call(ROOT), [1], [], [-0.5])
+    recorder.fail_call(recorder.begin_call(ROOT), "no token ids: in this answer")
+    recorder.abort_call(recorder.begin_call(ROOT))
+    assert recorder.counts == CaptureCounts(
+        staged=1, aborted=1, failed={"invalid_staging_row": 2, "failed_by_caller": 1}
+    )
+
+
+def test_a_reason_of_any_text_fits_the_coordinates() -> None:
+    recorder = _recorder(ListSink("\ud800 " * 400))
+    coords = recorder.complete_call(recorder.begin_call(ROOT), [1], [2], [-0.5])
+    assert len(coords.failure_reason or "") == 500
+    assert recorder.fail_call(recorder.begin_call(ROOT), "").failure_reason == "no reason was given"
 
 
 def test_a_plane_that_was_closed_poisons_the_rollout_and_nothing_else(world: World) -> None:
@@ -287,8 +403,9 @@ def test_misuse_raises() -> None:
     recorder.abort_call(aborted)
     with pytest.raises(CallClosed):
         recorder.fail_call(aborted, "late")
-    with pytest.raises(ValueError, match="weight version"):
-        CallRecorder(ListSink(), weight_version=lambda: -1).begin_call(ROOT)
+    for version in (-1, True, 1.0, "7", None):
+        with pytest.raises(ValueError, match=f"a weight version is a non-negative int, got {version!r}"):
+            CallRecorder(ListSink(), weight_version=lambda version=version: version).begin_call(ROOT)
 
 
 def test_a_call_that_the_engine_cannot_explain_is_failed_by_hand() -> None:

@@ -266,16 +266,15 @@ def test_a_call_whose_bytes_cannot_be_made_fails_alone():
     assert staged_keys(plane) == {"r/c0", "r/c2"}
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyboardInterrupt])
-def test_an_unexpected_exception_in_a_put_acknowledges_nobody(kind):
-    """The thread that was writing sees the exception; its mates hear that their calls are not durable."""
+def test_an_interrupt_in_a_put_acknowledges_nobody():
+    """The thread that was writing sees the interrupt; its mates hear that their calls are not durable."""
 
     def broken(keys: Sequence[str]) -> None:
-        raise kind("a bug")
+        raise KeyboardInterrupt
 
     plane = WatchedPlane(before_put=broken)
     results = stage_at_once(sink_on(plane, window_s=0.2), calls(8))
-    raised = [result for result in results if isinstance(result, kind)]
+    raised = [result for result in results if isinstance(result, KeyboardInterrupt)]
     answered = [result for result in results if isinstance(result, StageResult)]
     assert len(raised) == len(plane.puts) >= 1
     assert len(raised) + len(answered) == 8
@@ -283,17 +282,52 @@ def test_an_unexpected_exception_in_a_put_acknowledges_nobody(kind):
     assert staged_keys(plane) == set()
 
 
-def test_a_sink_works_on_after_an_unexpected_exception():
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyError])
+def test_a_bug_of_the_client_is_an_answer_and_a_traceback(kind, caplog):
+    def broken(keys: Sequence[str]) -> None:
+        raise kind("a bug")
+
+    result = sink_on(WatchedPlane(before_put=broken)).stage(calls(1)[0])
+    assert not result.ok
+    assert result.error == f"{kind.__name__}: {kind('a bug')}"
+    assert caplog.records[-1].exc_info[0] is kind
+
+
+def test_a_bug_that_one_call_meets_costs_no_mate_of_its_batch():
+    def broken(keys: Sequence[str]) -> None:
+        if any(key.endswith("/c3") for key in keys):
+            raise IndexError("a bug")
+
+    plane = WatchedPlane(before_put=broken)
+    results = stage_at_once(sink_on(plane, window_s=0.2), calls(8))
+    assert [result.ok for result in results] == [index != 3 for index in range(8)]
+    assert "IndexError: a bug" in results[3].error
+    assert staged_calls(plane, calls(8)[:3]) == calls(8)[:3]
+
+
+def test_a_bug_of_what_tells_the_routes_fails_its_call_alone(caplog):
+    def routes_of(call: StagedCall) -> RouteShape:
+        if call.model_call_id == "c1":
+            raise AttributeError("a bug")
+        return RouteShape()
+
+    results = sink_on(WatchedPlane(), route_shape=routes_of).stage_all(calls(3))
+    assert [result.ok for result in results] == [True, False, True]
+    assert results[1].error == "AttributeError: a bug"
+    assert caplog.records[-1].exc_info[0] is AttributeError
+
+
+def test_a_sink_works_on_after_an_interrupt():
     first = threading.Event()
 
     def broken_once(keys: Sequence[str]) -> None:
         if not first.is_set():
             first.set()
-            raise RuntimeError("a bug")
+            raise KeyboardInterrupt
 
     plane = WatchedPlane(before_put=broken_once)
     sink = sink_on(plane)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(KeyboardInterrupt):
         sink.stage(calls(1)[0])
     assert sink.stage(calls(1)[0]).ok
 

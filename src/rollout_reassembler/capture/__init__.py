@@ -12,7 +12,7 @@ agent's side, made of `journal` (the file), `fingerprint` (conversations), `line
 
 from rollout_reassembler.capture.ledger import CaptureLedger
 from rollout_reassembler.capture.receipts import LedgerView
-from rollout_reassembler.capture.recorder import CallRecorder, OpenCall
+from rollout_reassembler.capture.recorder import CallRecorder, CaptureCounts, OpenCall
 from rollout_reassembler.capture.records import CaptureAdmission, CommitCoords
 from rollout_reassembler.contract.errors import CallClosed, LedgerConflict
 
@@ -20,6 +20,7 @@ __all__ = [
     "CallClosed",
     "CallRecorder",
     "CaptureAdmission",
+    "CaptureCounts",
     "CaptureLedger",
     "CommitCoords",
     "LedgerConflict",

@@ -65,6 +65,7 @@ from rollout_reassembler.capture.records import (
     CaptureAdmission,
     CommitCoords,
     Message,
+    one_line,
 )
 from rollout_reassembler.capture.terminal import Witnesses
 from rollout_reassembler.contract.errors import LedgerConflict, RequestError, UnreadableConversation
@@ -72,7 +73,6 @@ from rollout_reassembler.contract.records import CallRecord, RolloutReceipt
 
 LOGGER = logging.getLogger(__name__)
 
-_REASON_CHARS = 500
 _NAME_CHARS = 100
 
 
@@ -284,7 +284,7 @@ def _admitted_row(admission: CaptureAdmission, request: Request | None) -> Admit
         model_call_id=admission.model_call_id,
         admitted_at=admission.admitted_at or 0.0,
         parent_call_id=admission.parent_call_id,
-        unresolved_reason=_clipped(admission.unresolved_reason) if admission.unresolved_reason else None,
+        unresolved_reason=one_line(admission.unresolved_reason) if admission.unresolved_reason else None,
         request=request.fingerprint if request is not None else None,
         preamble=request.preamble() if request is not None and admission.resolution == "root" else None,
     )
@@ -347,10 +347,4 @@ def _fingerprints(request: str | None, output: Output) -> tuple[str | None, str 
 
 
 def _failed_row(call_id: str | None, reason: str) -> FailedRow:
-    return FailedRow(model_call_id=call_id, reason=_clipped(reason))
-
-
-def _clipped(reason: str) -> str:
-    """A reason as one line of bounded length, whatever an exception's text held."""
-    line = " ".join(reason.encode("utf-8", "replace").decode().split())
-    return line if len(line) <= _REASON_CHARS else f"{line[: _REASON_CHARS - 1]}…"
+    return FailedRow(model_call_id=call_id, reason=one_line(reason))

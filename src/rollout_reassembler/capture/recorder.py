@@ -11,10 +11,14 @@ acknowledged*. Nothing here knows an engine.
     coords = recorder.complete_call(call, prompt, answer.token_ids, answer.logprobs)
     coords.disposition, coords.weight_version                   # ("staged", 7)
 
-What must stay true: **capture never fails the model's answer**. Wrong data and a data plane that
-cannot be reached become coordinates with `capture_failed` and a reason, which poison the rollout
-when the ledger records them. Only misuse raises: a call closed twice, a weight version that is no
-count.
+What an engine gives is judged by value, whatever type it came as (`contract.engine_values`): lists of
+Python, numpy or torch numbers, arrays and tensors of any integer or float width.
+
+What must stay true: **capture never fails the model's answer**. Wrong data, a data plane that cannot be
+reached and whatever else the sink, the source or the weight version's callback raises become
+coordinates with `capture_failed` and a reason, which poison the rollout when the ledger records them. Each
+is logged (with the traceback of what was raised) and counted by the first word of its reason. Only misuse raises: a
+call closed twice, a weight version that is no count.
 
 For router replay `extras` holds `routed_experts`, one row a *delta* token, and optionally
 `routed_experts_boundary`, the route of the parent's last sampled token as this call's prefill
@@ -25,39 +29,36 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from rollout_reassembler.capture.prefixes import DEFAULT_MAX_TOKENS, PrefixCache
 from rollout_reassembler.capture.records import (
+    CAPTURE_ERROR,
     PREFIX_UNAVAILABLE,
     PROMPT_DIVERGES,
     STAGING_FAILED,
     UNRESOLVED_PARENT,
+    VERSION_UNAVAILABLE,
     CaptureAdmission,
     CommitCoords,
 )
-from rollout_reassembler.contract import digests
-from rollout_reassembler.contract.digests import Integers
-from rollout_reassembler.contract.errors import (
-    CallClosed,
-    ContractError,
-    DataPlaneError,
-    InvalidStagedCall,
-    StagedRowsMissing,
-)
+from rollout_reassembler.contract import digests, engine_values
+from rollout_reassembler.contract.digests import Floats, Integers
+from rollout_reassembler.contract.engine_values import Numbers
+from rollout_reassembler.contract.errors import CallClosed, InvalidStagedCall, ReassemblerError, StagedRowsMissing
 from rollout_reassembler.contract.records import StagedCall, StageResult, seal_call
 
 LOGGER = logging.getLogger(__name__)
 
-TokenIds = Sequence[int] | npt.NDArray[Any]
-LogProbs = Sequence[float] | npt.NDArray[Any]
-
 NO_TOKENS: Integers = np.empty(0, dtype=np.int64)
+UNKNOWN_VERSION = 0
+FAILED_BY_CALLER = "failed_by_caller"
 
 
 class CallSink(Protocol):
@@ -78,7 +79,8 @@ class OpenCall:
 
     `prefix_token_ids` is int64 `[prev_len]`, the parent's whole sequence, with which the engine's prompt
     must begin; empty for a root. When the call already cannot be captured, `failure` says why and
-    the prefix is empty: answer it from the messages alone.
+    the prefix is empty: answer it from the messages alone. (Where the failure is that of the weight version itself,
+    `weight_version` is 0.)
     """
 
     admission: CaptureAdmission
@@ -91,6 +93,15 @@ class OpenCall:
         """Raises `CallClosed` for everyone but the first who closes the call."""
         if not self._closing.acquire(blocking=False):
             raise CallClosed(f"call {self.admission.model_call_id!r} of {self.admission.rollout_id!r} is closed")
+
+
+@dataclass(frozen=True)
+class CaptureCounts:
+    """What became of a recorder's closed calls. `failed` counts by the first word of the reason."""
+
+    staged: int = 0
+    aborted: int = 0
+    failed: Mapping[str, int] = field(default_factory=dict)
 
 
 class CallRecorder:
@@ -112,18 +123,32 @@ class CallRecorder:
         self._source = source
         self._weight_version = weight_version
         self._prefixes = PrefixCache(max_cached_tokens)
+        self._counting = threading.Lock()
+        self._closed: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> CaptureCounts:
+        """How many calls were staged, aborted and failed (by reason) so far."""
+        with self._counting:
+            return CaptureCounts(self._closed["staged"], self._closed["aborted"], dict(self._failed))
 
     def begin_call(self, admission: CaptureAdmission) -> OpenCall:
-        """Stamp the weight version and find the tokens that the prompt must begin with."""
-        version = self._weight_version()
-        if type(version) is not int or version < 0:
-            raise ValueError(f"a weight version is a non-negative int, got {version!r}")
+        """Stamp the weight version and find the tokens that the prompt must begin with.
+
+        Raises `ValueError` for a weight version that is no count.
+        """
+        try:
+            stamped = self._weight_version()
+        except Exception as error:
+            return self._unfit(admission, UNKNOWN_VERSION, VERSION_UNAVAILABLE, error)
+        version = engine_values.count(stamped, "a weight version")
         if admission.resolution == "unresolved":
             return OpenCall(admission, version, failure=f"{UNRESOLVED_PARENT}: {admission.unresolved_reason}")
         try:
             return OpenCall(admission, version, self.prefix_token_ids(admission))
-        except (ContractError, DataPlaneError) as error:
-            return OpenCall(admission, version, failure=f"{PREFIX_UNAVAILABLE}: {error}")
+        except Exception as error:
+            return self._unfit(admission, version, PREFIX_UNAVAILABLE, error)
 
     def prefix_token_ids(self, admission: CaptureAdmission) -> Integers:
         """The parent's whole sequence, int64 `[prev_len]`, read-only; proven by the parent's chain hash.
@@ -147,9 +172,9 @@ class CallRecorder:
     def complete_call(
         self,
         call: OpenCall,
-        prompt_token_ids: TokenIds,
-        generated_token_ids: TokenIds,
-        generated_logprobs: LogProbs,
+        prompt_token_ids: Numbers,
+        generated_token_ids: Numbers,
+        generated_logprobs: Numbers,
         extras: Mapping[str, Any] | None = None,
     ) -> CommitCoords:
         """Stage what the call added to its parent, then acknowledge it.
@@ -159,31 +184,62 @@ class CallRecorder:
         """
         call.close()
         if call.failure is not None:
-            return _failed(call, call.failure)
+            return self._fail(call, call.failure)
         try:
-            token_ids = _sequence(call, prompt_token_ids, generated_token_ids)
-            staged = _sealed(call, token_ids, len(generated_token_ids), generated_logprobs, extras)
+            generated = engine_values.token_ids(generated_token_ids, "generated token ids")
+            token_ids = _sequence(call, engine_values.token_ids(prompt_token_ids, "prompt token ids"), generated)
+            log_probs = engine_values.floats(generated_logprobs, "log probabilities")
+            staged = _sealed(call, token_ids, len(generated), log_probs, extras)
         except InvalidStagedCall as error:
-            return _failed(call, f"{error.code}: {error.detail}")
-        result = self._sink.stage(staged)
-        if not result.ok:
-            return _failed(call, f"{STAGING_FAILED}: {result.error}")
+            return self._fail(call, f"{error.code}: {error.detail}")
+        except Exception as error:
+            return self._fail(call, f"{CAPTURE_ERROR}: {_told(error)}", error)
+        try:
+            result = self._sink.stage(staged)
+            if not result.ok:
+                return self._fail(call, f"{STAGING_FAILED}: {result.error}")
+            coords = CommitCoords.of(staged, generation_len=len(generated), key=result.staging_key)
+        except Exception as error:
+            return self._fail(call, f"{STAGING_FAILED}: {_told(error)}", error)
         self._prefixes.put(staged.staging_key, staged.chain_hash, token_ids)
-        return CommitCoords.of(staged, generation_len=len(generated_token_ids), key=result.staging_key)
+        self._count("staged")
+        return coords
 
     def fail_call(self, call: OpenCall, reason: str) -> CommitCoords:
-        """The engine answered, but its tokens cannot be had (an answer without them, say): poisons the rollout."""
+        """The engine answered, but its tokens cannot be had (an answer without them, say): poisons the rollout.
+
+        Counted as `failed_by_caller`, whatever the reason says.
+        """
         call.close()
-        return _failed(call, reason)
+        return self._fail(call, reason, word=FAILED_BY_CALLER)
 
     def abort_call(self, call: OpenCall) -> None:
         """The engine gave no answer. Nothing is staged and nothing poisoned: nobody saw a token of it."""
         call.close()
+        self._count("aborted")
+
+    def _unfit(self, admission: CaptureAdmission, version: int, word: str, error: Exception) -> OpenCall:
+        """A call that can be answered and not captured, as became clear when it began."""
+        reason = f"{word}: {_told(error)}"
+        LOGGER.warning("%s will not be captured: %s", _named(admission), reason, exc_info=error)
+        return OpenCall(admission, version, failure=reason)
+
+    def _fail(
+        self, call: OpenCall, reason: str, error: Exception | None = None, *, word: str | None = None
+    ) -> CommitCoords:
+        LOGGER.warning("%s not captured: %s", _named(call.admission), reason, exc_info=error)
+        with self._counting:
+            self._failed[word or reason.partition(":")[0]] += 1
+        return CommitCoords.failed(call.admission, weight_version=call.weight_version, reason=reason)
+
+    def _count(self, outcome: str) -> None:
+        with self._counting:
+            self._closed[outcome] += 1
 
 
-def _sequence(call: OpenCall, prompt_token_ids: TokenIds, generated_token_ids: TokenIds) -> Integers:
+def _sequence(call: OpenCall, prompt: Integers, generated: Integers) -> Integers:
     """The call's whole sequence, int64 `[P + G]`, once its prompt is known to begin with the parent's."""
-    prompt, prefix = digests.as_token_ids(prompt_token_ids), call.prefix_token_ids
+    prefix = call.prefix_token_ids
     if len(prompt) < len(prefix):
         raise InvalidStagedCall(
             f"the parent's sequence has {len(prefix)} tokens, the prompt only {len(prompt)}", code=PROMPT_DIVERGES
@@ -191,15 +247,14 @@ def _sequence(call: OpenCall, prompt_token_ids: TokenIds, generated_token_ids: T
     differs = np.flatnonzero(prompt[: len(prefix)] != prefix)
     if differs.size:
         raise InvalidStagedCall(f"the prompt leaves the parent's sequence at {differs[0]}", code=PROMPT_DIVERGES)
-    return np.concatenate([prompt, digests.as_token_ids(generated_token_ids)])
+    return np.concatenate([prompt, generated])
 
 
 def _sealed(
-    call: OpenCall, token_ids: Integers, generation_len: int, log_probs: LogProbs, extras: Mapping[str, Any] | None
+    call: OpenCall, token_ids: Integers, generation_len: int, sampled: Floats, extras: Mapping[str, Any] | None
 ) -> StagedCall:
     """The call's delta: the carry with mask 0, then `generation_len` sampled tokens with mask 1."""
     admission, prev_len = call.admission, call.admission.prev_len
-    sampled = digests.as_floats(log_probs, "log probabilities")
     if len(sampled) != generation_len:
         raise InvalidStagedCall(f"{generation_len} tokens were sampled, with {len(sampled)} log probabilities")
     carry_len = len(token_ids) - prev_len - generation_len
@@ -216,10 +271,15 @@ def _sealed(
     )
 
 
-def _failed(call: OpenCall, reason: str) -> CommitCoords:
-    admission = call.admission
-    LOGGER.warning("call %r of rollout %r not captured: %s", admission.model_call_id, admission.rollout_id, reason)
-    return CommitCoords.failed(admission, weight_version=call.weight_version, reason=reason)
+def _named(admission: CaptureAdmission) -> str:
+    return f"call {admission.model_call_id!r} of rollout {admission.rollout_id!r}"
+
+
+def _told(error: Exception) -> str:
+    """What an exception says; our own without their type, which their first word tells."""
+    if isinstance(error, ReassemblerError):
+        return str(error)
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def _followed(chain: Sequence[StagedCall], admission: CaptureAdmission) -> Integers:

@@ -38,6 +38,16 @@ MISSING_RESPONSE_ID = "ledger_row_missing_response_id"
 PREFIX_UNAVAILABLE = "prefix_unavailable"
 PROMPT_DIVERGES = "prompt_diverges"
 STAGING_FAILED = "staging_failed"
+VERSION_UNAVAILABLE = "weight_version_unavailable"
+CAPTURE_ERROR = "capture_error"
+
+_REASON_CHARS = 500
+
+
+def one_line(reason: str) -> str:
+    """A reason as one line of bounded length and valid unicode, whatever an exception's text held."""
+    line = " ".join(reason.encode("utf-8", "replace").decode().split())
+    return line if len(line) <= _REASON_CHARS else f"{line[: _REASON_CHARS - 1]}…"
 
 
 @dataclass(frozen=True)
@@ -168,7 +178,7 @@ class CommitCoords(_CaptureRecord):
 
     @classmethod
     def failed(cls, admission: CaptureAdmission, *, weight_version: int, reason: str) -> CommitCoords:
-        """The coordinates of a call that was answered but could not be captured."""
+        """The coordinates of a call that was answered but could not be captured; `reason` as `one_line` has it."""
         return cls(
             rollout_id=admission.rollout_id,
             model_call_id=admission.model_call_id,
@@ -178,5 +188,5 @@ class CommitCoords(_CaptureRecord):
             cum_len=admission.prev_len,
             weight_version=weight_version,
             disposition="capture_failed",
-            failure_reason=reason,
+            failure_reason=one_line(reason) or "no reason was given",
         )

@@ -39,8 +39,9 @@ from pydantic import (
     model_validator,
 )
 
-from rollout_reassembler.contract import digests
+from rollout_reassembler.contract import digests, engine_values
 from rollout_reassembler.contract.digests import EMPTY_EXTRAS_DIGEST, Floats, Integers
+from rollout_reassembler.contract.engine_values import Numbers
 from rollout_reassembler.contract.errors import InvalidStagedCall
 
 Identifier = Annotated[StrictStr, Field(min_length=1)]
@@ -211,25 +212,28 @@ def seal_call(
     *,
     rollout_id: str,
     model_call_id: str,
-    token_ids_delta: Integers,
-    token_mask_delta: Floats,
-    generation_log_probs_delta: Floats,
+    token_ids_delta: Numbers,
+    token_mask_delta: Numbers,
+    generation_log_probs_delta: Numbers,
     weight_version: int,
     parent: ParentCall | None = None,
-    prefix_token_ids: Integers | None = None,
+    prefix_token_ids: Numbers | None = None,
     extras: Mapping[str, Any] | None = None,
 ) -> StagedCall:
     """Make a `StagedCall` with its digests from what an engine knows.
 
-    Columns are `[delta_len]`. A call without a `parent` is a root; for any other one give the parent's `StagedCall`
-    or `CallRecord`, and as `prefix_token_ids`, int64 `[parent.cum_len]`, the parent's whole sequence. Raises
-    `InvalidStagedCall`, naming the call, when the columns cannot be a call.
+    Columns are `[delta_len]`: sequences, arrays or tensors of numbers, judged by value; a mask may be of bools.
+    A call without a `parent` is a root; for any other one give the parent's `StagedCall` or `CallRecord`, and as
+    `prefix_token_ids` `[parent.cum_len]` the parent's whole sequence. Raises `InvalidStagedCall`, naming the call,
+    when the columns cannot be a call.
     """
     with _naming(rollout_id, model_call_id):
         if parent is not None and not hasattr(parent, "cum_len"):
             raise InvalidStagedCall(f"parent must be the parent's StagedCall or CallRecord, got {parent!r:.80}")
-        ids = digests.as_token_ids(token_ids_delta)
-        prefix = digests.as_token_ids(prefix_token_ids if prefix_token_ids is not None else ())
+        ids = engine_values.token_ids(token_ids_delta)
+        prefix = engine_values.token_ids(
+            prefix_token_ids if prefix_token_ids is not None else (), "ids of the parent's sequence"
+        )
         prev_len = parent.cum_len if parent is not None else 0
         if len(prefix) != prev_len:
             raise InvalidStagedCall(f"the parent's sequence has {prev_len} tokens, the prefix given {len(prefix)}")
@@ -241,10 +245,10 @@ def seal_call(
             "prev_len": prev_len,
             "delta_len": len(ids),
             "cum_len": prev_len + len(ids),
-            "weight_version": weight_version,
+            "weight_version": int(weight_version) if isinstance(weight_version, np.integer) else weight_version,
             "token_ids_delta": ids,
-            "token_mask_delta": digests.as_floats(token_mask_delta, "token mask"),
-            "generation_log_probs_delta": digests.as_floats(generation_log_probs_delta, "log probabilities"),
+            "token_mask_delta": engine_values.floats(token_mask_delta, "token mask", or_bools=True),
+            "generation_log_probs_delta": engine_values.floats(generation_log_probs_delta, "log probabilities"),
             "extras_digest": digests.extras_digest(extras),
             "chain_hash": digests.chain_hash(parent.chain_hash if parent is not None else None, ids),
             "cumulative_hash": digests.cumulative_hash(np.concatenate([prefix, ids])),

@@ -7,23 +7,33 @@
 A data plane pays per call, not per row, so calls that are staged at the same time share one put:
 the first to arrive takes all that wait and writes them, the next batch gathers meanwhile. With
 `window_s` above 0 the first waits that long for company. A batch that fails is retried call by
-call, so that one bad record never costs its batch mates.
+call, so that one bad record never costs its batch mates. Whatever the client or `route_shape` raises is
+an answer, since the model's answer waits for it; what no plane is expected to raise is logged with its traceback.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollout_reassembler.contract.digests import encode_extras
-from rollout_reassembler.contract.errors import ContractError, DataPlaneError, DataPlaneTimeout, DataPlaneUnavailable
+from rollout_reassembler.contract.errors import (
+    ContractError,
+    DataPlaneError,
+    DataPlaneTimeout,
+    DataPlaneUnavailable,
+    ReassemblerError,
+)
 from rollout_reassembler.contract.records import StagedCall, StageResult
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.staging.codec import RouteShape, pack_call
 from rollout_reassembler.staging.routes import route_shape
 from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD, ROLLOUT_TAG, STAGED_AT_TAG
+
+LOGGER = logging.getLogger(__name__)
 
 
 @dataclass
@@ -70,7 +80,7 @@ class StagingSink:
         self._writing = False
 
     def stage(self, record: StagedCall) -> StageResult:
-        """Make one call durable. Never raises for bad data or a failing plane; the result says so."""
+        """Make one call durable. Bad data and a failing plane raise nothing; the result says so."""
         pending = self._encode(record)
         if isinstance(pending, StageResult):
             return pending
@@ -112,6 +122,9 @@ class StagingSink:
             return _Pending(record.staging_key, record.rollout_id, pack_call(record, routes), extras)
         except ContractError as error:
             return StageResult(ok=False, error=str(error))
+        except Exception as error:
+            LOGGER.exception("call %r of rollout %r cannot be staged", record.model_call_id, record.rollout_id)
+            return StageResult(ok=False, error=_told(error))
 
     def _write_next_batch(self) -> None:
         with self._turn:
@@ -156,10 +169,13 @@ class StagingSink:
                 _settle(batch[index + 1 :], error)
                 return
 
-    def _tried(self, batch: list[_Pending]) -> DataPlaneError | None:
+    def _tried(self, batch: list[_Pending]) -> Exception | None:
         try:
             self._put(batch)
         except DataPlaneError as error:
+            return error
+        except Exception as error:
+            LOGGER.exception("a put of %d calls raised what no data plane should", len(batch))
             return error
         return None
 
@@ -173,11 +189,16 @@ class StagingSink:
         )
 
 
-def _is_lost(error: DataPlaneError) -> bool:
+def _is_lost(error: Exception) -> bool:
     """Whether the plane is silent or gone: so it is for each call alone, after a deadline each."""
     return isinstance(error, DataPlaneTimeout | DataPlaneUnavailable)
 
 
-def _settle(batch: list[_Pending], error: DataPlaneError | None) -> None:
+def _settle(batch: list[_Pending], error: Exception | None) -> None:
     for pending in batch:
-        pending.error = "" if error is None else str(error)
+        pending.error = "" if error is None else _told(error)
+
+
+def _told(error: Exception) -> str:
+    """What an error says; with its type, where that is none of ours."""
+    return str(error) if isinstance(error, ReassemblerError) else f"{type(error).__name__}: {error}"
