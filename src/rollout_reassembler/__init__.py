@@ -15,10 +15,10 @@ All public names import from here:
 
 - *staging*, in an inference worker: `seal_call`, `StagedCall`, `StagingSink`, `StagingSource`, `StageResult`
 - *capture*, around an engine and an agent: `CallRecorder`, `OpenCall`, `CaptureLedger`, `LedgerView`,
-  `CaptureAdmission`, `CommitCoords`; and what it makes, `RolloutReceipt` of `CallRecord`s
+  `CaptureAdmission`, `CommitCoords`, `CaptureCounts`; and what it makes, `RolloutReceipt` of `CallRecord`s
 - *finalizing*: `RolloutReassembler`, `FinalizedGroup`, `FinalizedRollout`, `GroupRecords`; on a cluster
   `ReassemblerPool` over `create_rollout_reassembler_actors`, `ReassemblyRequest`
-- *training*: `iter_batches`, `TrainBatch`, `execute_route_plans`, `RouteReport`
+- *training*: `iter_batches`, `TrainBatch`, `read_votes`, `Votes`, `execute_route_plans`, `RouteReport`
 - *the data plane*: `build_data_plane_client`, `DataPlaneConfig`, `DataPlaneClient`, `KVBatchMeta`,
   `register_staging_partition`, `register_canonical_partition`, `sweep_staging`
 - *proving by hand*: `parse_receipt`, `verify_and_linearize`, `LinearizedRow`, `assert_metadata_only`
@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_reassembler.capture import (
     CallRecorder,
     CaptureAdmission,
+    CaptureCounts,
     CaptureLedger,
     CommitCoords,
     LedgerView,
@@ -103,8 +104,9 @@ if TYPE_CHECKING:
         RolloutReassemblerActor,
         create_rollout_reassembler_actors,
     )
+    from rollout_reassembler.trainer.batch import TrainBatch
     from rollout_reassembler.trainer.deferred_routes import RouteReport, execute_route_plans
-    from rollout_reassembler.trainer.rows import TrainBatch, iter_batches
+    from rollout_reassembler.trainer.rows import Votes, iter_batches, read_votes
 
 __version__ = "0.1.0"
 
@@ -115,6 +117,7 @@ __all__ = [
     "CallRecord",
     "CallRecorder",
     "CaptureAdmission",
+    "CaptureCounts",
     "CaptureLedger",
     "CommitCoords",
     "ContractError",
@@ -168,6 +171,7 @@ __all__ = [
     "TrainBatch",
     "UnreadableConversation",
     "VerificationError",
+    "Votes",
     "assert_metadata_only",
     "build_data_plane_client",
     "create_rollout_reassembler_actors",
@@ -176,6 +180,7 @@ __all__ = [
     "execute_route_plans",
     "iter_batches",
     "parse_receipt",
+    "read_votes",
     "register_canonical_partition",
     "register_staging_partition",
     "route_extras",
@@ -188,10 +193,12 @@ _LAZY = {
     "ReassemblerPool": ("actors.pool", "ray"),
     "RolloutReassemblerActor": ("actors.rollout_reassembler_actor", "ray"),
     "RouteReport": ("trainer.deferred_routes", "trainer"),
-    "TrainBatch": ("trainer.rows", "trainer"),
+    "TrainBatch": ("trainer.batch", "trainer"),
+    "Votes": ("trainer.rows", "trainer"),
     "create_rollout_reassembler_actors": ("actors.rollout_reassembler_actor", "ray"),
     "execute_route_plans": ("trainer.deferred_routes", "trainer"),
     "iter_batches": ("trainer.rows", "trainer"),
+    "read_votes": ("trainer.rows", "trainer"),
 }
 """Names that need Ray or torch: the module where they live, and the extra that brings what it needs."""
 

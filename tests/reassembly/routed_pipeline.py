@@ -36,7 +36,8 @@ from rollout_reassembler.staging.codec import RouteShape, pack_call
 from rollout_reassembler.staging.routes import route_shape
 from rollout_reassembler.staging.schema import ROLLOUT_TAG, register_staging_partition
 from rollout_reassembler.staging.sink import StagingSink
-from rollout_reassembler.trainer.rows import TrainBatch, iter_batches
+from rollout_reassembler.trainer.batch import TrainBatch
+from rollout_reassembler.trainer.rows import iter_batches
 from tests.captures import CANONICAL, PAD, STAGING, MadeRollout
 from tests.route_captures import Turn, expected, extras, truth
 

@@ -79,6 +79,9 @@ def test_columns_have_the_dtypes_of_the_wire():
     _, (row, placeholder), _ = finalized(two_turns("a"), two_turns("b"), receipts=[two_turns("a").receipt(), None])
     for name, spec in CANONICAL_SCHEMA.items():
         for found in (row[name], placeholder[name]):
+            if spec.dtype == "bytes":
+                assert type(found) is bytes
+                continue
             assert found.dtype == np.dtype(spec.dtype)
             assert found.ndim == spec.rank
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,15 @@ from rollout_reassembler.contract.messages import KVBatchMeta
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.reassembly.route_plan import encode_route_plan
 from rollout_reassembler.reassembly.routes import RouteFailure
-from rollout_reassembler.trainer.rows import TrainBatch, iter_batches
+from rollout_reassembler.trainer import rows
+from rollout_reassembler.trainer.batch import TrainBatch
+from rollout_reassembler.trainer.rows import iter_batches
 from tests.captures import CANONICAL, chain, finalize, memory_plane, stage, staged_keys
 from tests.route_captures import Turn, expected, made, planned, truth
 from tests.route_captures import stage as stage_with_routes
 
 PAD = 0
+META = KVBatchMeta(CANONICAL, sample_ids=["g_g0"])
 
 
 def put_row(plane: MemoryDataPlane, sample_id: str, ids: list[int], **changes: Any) -> None:
@@ -34,6 +38,7 @@ def put_row(plane: MemoryDataPlane, sample_id: str, ids: list[int], **changes: A
         "total_reward": np.float32(0.25),
         "mask_sample": np.bool_(False),
         "truncated": np.bool_(False),
+        "spans": b"",
     }
     tags = {"group_id": "g", "weight_version": 3, **changes.pop("tags", {})}
     plane.put_samples([sample_id], CANONICAL, {name: [value] for name, value in {**row, **changes}.items()}, [tags])
@@ -148,9 +153,65 @@ class TestRows:
     def test_nothing_asked_for_gives_no_batch(self, two_rows: MemoryDataPlane) -> None:
         assert batches(two_rows) == []
 
+    @pytest.mark.parametrize(
+        ("rows", "message"),
+        [
+            (META, None),
+            ([META], None),
+            ([META, "g_g0"], "got KVBatchMeta at 0"),
+            ("g_g0", "got the text 'g_g0': pass ['g_g0']"),
+            (None, "got NoneType"),
+            (["g_g0", 1], "got int at 1"),
+            (iter(["g_g0"]), "got list_iterator"),
+        ],
+        ids=["a meta", "a list of metas", "a meta among ids", "a text", "nothing", "a number among ids", "an iterator"],
+    )
+    def test_what_names_no_rows_is_told_what_would(
+        self, two_rows: MemoryDataPlane, rows: Any, message: str | None
+    ) -> None:
+        if message is None:
+            (batch,) = iter_batches(two_rows, rows, batch_size=1, pad_token_id=PAD)
+            assert batch.sample_ids == ["g_g0"]
+            return
+        with pytest.raises(TypeError) as raised:
+            iter_batches(two_rows, rows, CANONICAL, batch_size=1, pad_token_id=PAD)
+        assert str(raised.value) == (
+            f"rows are a KVBatchMeta, a list of them, or a list of sample ids with their partition_id; {message}"
+        )
+
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            ({"pad_token_id": None}, "pad_token_id is a non-negative int, got None"),
+            ({"pad_token_id": -1}, "pad_token_id is a non-negative int, got -1"),
+            ({"pad_token_id": True}, "pad_token_id is a non-negative int, got True"),
+            ({"pad_token_id": 2**63}, "pad_token_id must fit int64, as token ids do, got 9223372036854775808"),
+            ({"batch_size": None}, "give batch_size (rows), max_tokens (tokens as they lie in memory) or both"),
+            ({"max_tokens": 0}, "max_tokens must be 1 or more, got 0"),
+            ({"loss_weight": "row"}, "loss_weight must be one of 'token', 'rollout', got 'row'"),
+            ({"batch_size": 2.5}, "batch_size is a non-negative int, got 2.5"),
+            ({"batch_size": 0}, "batch_size must be 1 or more, got 0"),
+            ({"layout": None}, "layout must be one of 'padded', 'packed', got None"),
+            (
+                {"routes": "direct", "model_shape": 48},
+                "routes='direct' needs model_shape, the model's (layers, experts a token), as (48, 8); got 48",
+            ),
+            ({"partition_id": "other"}, "partition_id is 'other', the KVBatchMeta's own is 'canonical'"),
+        ],
+        ids=str,
+    )
+    def test_an_option_that_cannot_be_is_named_with_what_came(
+        self, two_rows: MemoryDataPlane, option: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            iter_batches(two_rows, META, **{"batch_size": 1, "pad_token_id": PAD, **option})
+
+    def test_a_batch_beyond_int32_offsets_says_what_to_do(self) -> None:
+        assert rows._cu_seqlens([3, 1]).tolist() == [0, 3, 4]
+        with pytest.raises(ValueError, match="a batch of 3100000000 tokens is beyond int32 cu_seqlens: take a smaller"):
+            rows._cu_seqlens([1_550_000_000, 1_550_000_000])
+
     def test_misuse_is_said_at_once(self, two_rows: MemoryDataPlane) -> None:
-        with pytest.raises(ValueError, match="batch_size"):
-            iter_batches(two_rows, ["g_g0"], CANONICAL, batch_size=0, pad_token_id=PAD)
         with pytest.raises(ValueError, match="partition_id"):
             iter_batches(two_rows, ["g_g0"], batch_size=1, pad_token_id=PAD)
         with pytest.raises(ValueError, match="model_shape"):

@@ -55,6 +55,7 @@ from rollout_reassembler.reassembly.rows import (
     publishable_reward,
     rejected,
 )
+from rollout_reassembler.reassembly.spans import encode_spans
 from rollout_reassembler.reassembly.verify import LinearizedRow, prove_rollout
 from rollout_reassembler.staging.source import StagingSource
 
@@ -352,6 +353,7 @@ def _proven(row: LinearizedRow, reward: float, keys: tuple[str, ...], plan: Rout
         calls=len(row.model_call_ids),
         generated_tokens=sum(span.generation_len for span in row.link_spans),
         route_plan=plan,
+        spans=encode_spans(row),
     )
 
 

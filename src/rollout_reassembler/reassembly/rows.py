@@ -28,6 +28,13 @@ from rollout_reassembler.reassembly.route_plan import RoutePlan
 from rollout_reassembler.reassembly.routes import sentinel_routes
 
 ROUTES_FIELD = "routed_experts"
+SPANS_FIELD = "spans"
+
+ROLLOUT_TAG = "rollout"
+SEGMENT_TAG = "segment"
+SEGMENTS_TAG = "segments"
+ROLLOUT_TOKENS_TAG = "rollout_tokens"
+"""Tags of a row that may be one of several of its rollout: whose it is, which of how many, owned tokens of all."""
 
 CANONICAL_SCHEMA: Schema = {
     "input_ids": FieldSpec("int64", 1),
@@ -39,6 +46,7 @@ CANONICAL_SCHEMA: Schema = {
     "total_reward": FieldSpec("float32"),
     "mask_sample": FieldSpec("bool"),
     "truncated": FieldSpec("bool"),
+    SPANS_FIELD: FieldSpec("bytes"),
 }
 ROUTES_SCHEMA: Schema = {ROUTES_FIELD: FieldSpec("int16", 3)}
 
@@ -66,7 +74,7 @@ class FinalizedRollout:
     `token_ids` int64 `[T]`, `token_mask` and `logprobs` float32 `[T]`, `routed_experts` int16
     `[T, L, K]` in direct mode. A rejected rollout has empty columns and a `rejection_reason`.
     `staging_keys` are the rows that were read and proven to be this rollout's own. `min_wv` and
-    `max_wv` span the calls that are trained.
+    `max_wv` span the calls that are trained. `spans` is the row's proof (`spans.py`), no bytes where there is none.
     """
 
     rollout_id: str
@@ -85,6 +93,7 @@ class FinalizedRollout:
     calls: int = 0
     generated_tokens: int = 0
     rejection_detail: str = ""
+    spans: bytes = b""
 
 
 def rejected(
@@ -153,6 +162,7 @@ def canonical_columns(
             ],
             bool,
         ),
+        SPANS_FIELD: [r.spans for r in rollouts],
     }
     if with_routes:
         shapes = [r.routed_experts.shape[1:] for r in rollouts if r.routed_experts is not None]

@@ -37,8 +37,9 @@ from rollout_reassembler.contract.digests import (
     encoded_chain_link,
     u64,
 )
-from rollout_reassembler.contract.errors import InvalidStagedCall, VerificationError
+from rollout_reassembler.contract.errors import ContractError, InvalidStagedCall, VerificationError
 from rollout_reassembler.contract.records import CallRecord, RolloutReceipt, StagedCall
+from rollout_reassembler.reassembly.branches import cut
 from rollout_reassembler.staging.codec import (
     LISTED_FIELDS,
     PackedCall,
@@ -78,7 +79,9 @@ class ExtrasCommitment(NamedTuple):
 class LinearizedRow(NamedTuple):
     """A proven chain, root to terminal. `token_ids` int64 `[T]`, `token_mask` and `logprobs` float32 `[T]`.
 
-    The lists have one entry a call of the chain, each in chain order.
+    The lists have one entry a call of the chain, each in chain order. `owned` says which calls are trained in
+    this row: all of them, unless the row is one of several of its rollout. A call that is not is context: its
+    mask and log probabilities are 0.
     """
 
     rollout_id: str
@@ -86,6 +89,7 @@ class LinearizedRow(NamedTuple):
     token_mask: Floats
     logprobs: Floats
     calls: tuple[PackedCall, ...]
+    owned: tuple[bool, ...]
 
     @property
     def model_call_ids(self) -> list[str]:
@@ -148,6 +152,66 @@ def prove_rollout(receipt: RolloutReceipt, values: Sequence[bytes]) -> Linearize
         return verify_and_linearize(receipt, [prove_call(record.staging_key, value) for record, value in pairs])
     check_receipt_state(receipt)
     return _linearize(receipt, {call.model_call_id: call for call in calls})
+
+
+class ProvenForest(NamedTuple):
+    """All rows of a rollout, earliest leaf first, and what could not be proven, by call id."""
+
+    rows: tuple[LinearizedRow, ...]
+    faults: dict[str, ContractError]
+
+
+def prove_forest(
+    receipt: RolloutReceipt, values: Sequence[bytes | None], *, keep_retries: bool = False
+) -> ProvenForest:
+    """Prove packed `values` (in manifest order, `None` where there is none) and cut them into rows.
+
+    What cannot be proven costs the chains that hold it; the terminal's chain must be sound. Raises
+    `VerificationError` and `InvalidStagedCall` as `prove_rollout` does where the receipt itself contradicts
+    itself, or a call of the terminal's chain cannot be proven (`missing_staging_row` where it is not there).
+    """
+    check_receipt_state(receipt)
+    terminal_chain = _terminal_chain(receipt)
+    calls, faults = _each_proven(receipt, values)
+    links: dict[str, bytes] = {}
+    for record in sorted(receipt.manifest, key=attrgetter("cum_len")):  # a parent ends before its child
+        call_id, parent_id = record.model_call_id, record.parent_call_id
+        if call_id not in calls or (parent_id is not None and parent_id not in links):
+            continue
+        try:
+            links[call_id] = _checked_link(calls[call_id], links[parent_id] if parent_id is not None else b"")
+        except VerificationError as error:
+            faults[call_id] = error
+    for record in terminal_chain:
+        if record.model_call_id in faults:
+            raise faults[record.model_call_id]
+    _check_cumulative_hash([calls[record.model_call_id] for record in terminal_chain])
+    sound = {call_id: calls[call_id] for call_id in links}
+    segments = cut(receipt.manifest, sound, terminal=receipt.terminal_model_call_id, keep_retries=keep_retries)
+    rows = [
+        _joined(receipt.rollout_id, [sound[call_id] for call_id in segment.call_ids], segment.owned)
+        for segment in segments
+    ]
+    return ProvenForest(tuple(rows), faults)
+
+
+def _each_proven(
+    receipt: RolloutReceipt, values: Sequence[bytes | None]
+) -> tuple[dict[str, PackedCall], dict[str, ContractError]]:
+    """Each manifest row's call where its value is that call, and why it is not where it isn't, by call id."""
+    calls: dict[str, PackedCall] = {}
+    faults: dict[str, ContractError] = {}
+    for record, value in zip(receipt.manifest, values, strict=True):
+        try:
+            if value is None:
+                raise InvalidStagedCall(f"{record.staging_key!r} is missing", code="missing_staging_row")
+            listed = unpack_listed([value], receipt.rollout_id, [record])
+            call = listed[0] if listed is not None else prove_call(record.staging_key, value)
+            _match_fields(receipt.rollout_id, record, call)
+            calls[record.model_call_id] = call
+        except (InvalidStagedCall, VerificationError) as error:
+            faults[record.model_call_id] = error
+    return calls, faults
 
 
 def check_receipt_state(receipt: RolloutReceipt) -> None:
@@ -257,41 +321,53 @@ def _linearize(receipt: RolloutReceipt, proven: Mapping[str, PackedCall]) -> Lin
     """Put the terminal chain's deltas end to end, checking the graph, each link and then the whole."""
     chain = [proven[record.model_call_id] for record in _terminal_chain(receipt)]
     link = b""
-    deltas: list[memoryview] = []
-    log_probs: list[memoryview] = []
-    runs: list[int] = []
     for call in chain:
-        tokens = call.encoded_token_ids
-        link = encoded_chain_link(link, tokens)
-        if link.hex() != call.chain_hash:
-            raise VerificationError(
-                f"call {call.model_call_id!r} does not extend its parent's chain", code="chain_hash_mismatch"
-            )
-        carry_len = call.carry_len
-        if carry_len is None:
-            raise VerificationError(
-                f"the mask of call {call.model_call_id!r} is not carry, then generation", code="invalid_mask_order"
-            )
-        if carry_len == call.delta_len:
-            raise VerificationError(f"call {call.model_call_id!r} generated no token", code="empty_generation")
-        deltas.append(tokens[8:])
-        log_probs.append(call.encoded_log_probs)
-        runs += (carry_len, call.delta_len - carry_len)
-    row = b"".join(deltas)
-    cumulative = hashlib.sha256(CUMULATIVE_DOMAIN + u64(chain[-1].cum_len))
-    cumulative.update(row)
-    if cumulative.hexdigest() != chain[-1].cumulative_hash:
+        link = _checked_link(call, link)
+    row = _joined(receipt.rollout_id, chain, (True,) * len(chain))
+    _check_cumulative_hash(chain)
+    return row
+
+
+def _checked_link(call: PackedCall, parent_link: bytes) -> bytes:
+    """The call's chain hash, raw, once it extends its parent's and is carry, then generation."""
+    link = encoded_chain_link(parent_link, call.encoded_token_ids)
+    if link.hex() != call.chain_hash:
         raise VerificationError(
-            f"the cumulative hash of terminal {chain[-1].model_call_id!r} does not cover the row's tokens",
+            f"call {call.model_call_id!r} does not extend its parent's chain", code="chain_hash_mismatch"
+        )
+    if call.carry_len is None:
+        raise VerificationError(
+            f"the mask of call {call.model_call_id!r} is not carry, then generation", code="invalid_mask_order"
+        )
+    if call.carry_len == call.delta_len:
+        raise VerificationError(f"call {call.model_call_id!r} generated no token", code="empty_generation")
+    return link
+
+
+def _check_cumulative_hash(chain: Sequence[PackedCall]) -> None:
+    terminal = chain[-1]
+    cumulative = hashlib.sha256(CUMULATIVE_DOMAIN + u64(terminal.cum_len))
+    for call in chain:
+        cumulative.update(call.encoded_token_ids[8:])
+    if cumulative.hexdigest() != terminal.cumulative_hash:
+        raise VerificationError(
+            f"the cumulative hash of terminal {terminal.model_call_id!r} does not cover the row's tokens",
             code="cumulative_hash_mismatch",
         )
+
+
+def _joined(rollout_id: str, chain: Sequence[PackedCall], owned: tuple[bool, ...]) -> LinearizedRow:
+    """The chain's deltas end to end; what is sampled in a call that the row does not own is context."""
+    runs = [length for call in chain for length in (call.carry_len or 0, call.delta_len - (call.carry_len or 0))]
+    masks = [float(trained) for own in owned for trained in (False, own)]
+    log_probs = [
+        call.encoded_log_probs if own else bytes(4 * call.delta_len) for call, own in zip(chain, owned, strict=True)
+    ]
     return LinearizedRow(
-        rollout_id=receipt.rollout_id,
-        token_ids=np.frombuffer(row, ">i8").astype(np.int64),
-        token_mask=np.repeat(np.tile(_CARRY_THEN_GENERATION, len(chain)), runs),
+        rollout_id=rollout_id,
+        token_ids=np.frombuffer(b"".join(call.encoded_token_ids[8:] for call in chain), ">i8").astype(np.int64),
+        token_mask=np.repeat(np.array(masks, np.float32), runs),
         logprobs=np.frombuffer(b"".join(log_probs), ">f4").astype(np.float32),
         calls=tuple(chain),
+        owned=owned,
     )
-
-
-_CARRY_THEN_GENERATION = np.array([0, 1], np.float32)

@@ -1,8 +1,8 @@
 """Canonical rows as a Parquet file, for looking at, for archives and for trainers that read files.
 
 One row a rollout: `sample_id`, the columns of `reassembly.rows`, and the row's tags as columns of
-their own. Routes `[T, L, K]` are stored flat, with their shape beside them. The file depends on the
-rows alone: the same rows give the same bytes.
+their own. Jagged columns are Arrow large lists. Routes `[T, L, K]` are stored flat, with their shape beside them.
+The file depends on the rows alone: the same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_reassembler.contract.messages import KVBatchMeta
 from rollout_reassembler.data_plane.base import DataPlaneClient, SampleBatch
-from rollout_reassembler.reassembly.rows import ROUTES_FIELD
+from rollout_reassembler.reassembly.rows import ROUTES_FIELD, SPANS_FIELD
 
 _TAG_TYPES = {
     "group_id": pa.string(),
@@ -63,6 +64,8 @@ def rows_table(batch: SampleBatch, tags: Sequence[dict[str, Any]]) -> pa.Table:
             columns[f"{name}_shape"] = _list_array([np.array(routes.shape, np.int64) for routes in column])
         elif isinstance(column, np.ndarray):
             columns[name] = pa.array(column)
+        elif name == SPANS_FIELD:
+            columns[name] = pa.array(column, pa.large_binary())
         else:
             columns[name] = _list_array(column)
     for name, kind in _TAG_TYPES.items():
@@ -71,8 +74,13 @@ def rows_table(batch: SampleBatch, tags: Sequence[dict[str, Any]]) -> pa.Table:
     return pa.table(columns)
 
 
-def _list_array(cells: Sequence[np.ndarray[Any, Any]]) -> pa.ListArray:
+def _list_array(cells: Sequence[np.ndarray[Any, Any]]) -> pa.LargeListArray:
     """Jagged cells `[T_i]` as one Arrow list array, without a Python number in between."""
-    offsets = np.zeros(len(cells) + 1, np.int32)
-    np.cumsum([len(cell) for cell in cells], out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(cells)))
+    return pa.LargeListArray.from_arrays(pa.array(_offsets(list(map(len, cells)))), pa.array(np.concatenate(cells)))
+
+
+def _offsets(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Where each cell begins, and where the last one ends: int64 `[N + 1]`; routes of a group may pass 2**31 values."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets

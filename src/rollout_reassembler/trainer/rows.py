@@ -5,6 +5,11 @@
         batch.cu_seqlens       # int32 [B + 1]: row i is [cu_seqlens[i], cu_seqlens[i + 1])
         batch.token_mask       # float32 [sum T]: 1 where the policy sampled the token
 
+Rows of several groups come in one iteration when their metas do, `[group.meta for group in groups]`. A batch
+holds `batch_size` rows, or as many as fit `max_tokens` (tokens as they lie in memory, padding included), or
+both. `loss_weight` is what a token weighs in a loss: "token" 1, "rollout" 1 over the tokens that its rollout
+owns, so that a rollout weighs 1 however it was cut into rows; 0 where nothing is trained.
+
 Rows lie jagged in the data plane and are put together here, for one batch at a time: *padded* to
 the batch's longest row (`[B, S]`), or *packed* end to end (`[sum T]`). Worked example, pad token 0, rows
 [5, 6, 7] and [8]:
@@ -26,70 +31,48 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from rollout_reassembler.contract import engine_values
+from rollout_reassembler.contract.digests import Integers
 from rollout_reassembler.contract.errors import ContractError
-from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta
+from rollout_reassembler.contract.messages import KVBatchMeta
 from rollout_reassembler.contract.routed_experts import MISSING_ROUTE
 from rollout_reassembler.data_plane.base import DataPlaneClient, SampleBatch, Tags
 from rollout_reassembler.reassembly.routes import ModelShape, RowRoutes
-from rollout_reassembler.reassembly.rows import CANONICAL_SCHEMA, ROUTES_FIELD
+from rollout_reassembler.reassembly.rows import (
+    CANONICAL_SCHEMA,
+    ROUTES_FIELD,
+    SPANS_FIELD,
+)
+from rollout_reassembler.reassembly.spans import RowSpans, decode_spans
+from rollout_reassembler.trainer.batch import Layout, TrainBatch
 from rollout_reassembler.trainer.deferred_routes import OnFailure, RouteReport, execute_route_plans, settle_routes
+from rollout_reassembler.trainer.selection import Budget, Place, named_rows, places_of, row_tags_of
 
-Layout = Literal["padded", "packed"]
 RouteMode = Literal["off", "direct", "deferred"]
+LossWeight = Literal["token", "rollout"]
 
 _TOKEN_COLUMNS = ("input_ids", "token_mask", "generation_logprobs")
 _PROMPT_COLUMN = "prompt_ids_for_adv"
-
-
-@dataclass(frozen=True)
-class TrainBatch:
-    """B rows in one layout. "Tokens" below is `[B, S]` when padded, `[sum T]` when packed.
-
-    `input_ids` int64, `token_mask` and `generation_logprobs` float32: tokens. `input_lengths` int64 `[B]`,
-    `cu_seqlens` int32 `[B + 1]`. `sample_mask` and `total_reward` float32 `[B]`, `mask_sample` and
-    `truncated` bool `[B]`. `prompt_ids_for_adv` int64 `[B, P]`, padded in both layouts, its lengths in
-    `prompt_lengths` `[B]`. `routed_experts` int16 tokens + `[L, K]`, or none.
-    """
-
-    sample_ids: list[str]
-    tags: list[Tags]
-    layout: Layout
-    input_ids: torch.Tensor
-    token_mask: torch.Tensor
-    generation_logprobs: torch.Tensor
-    input_lengths: torch.Tensor
-    cu_seqlens: torch.Tensor
-    sample_mask: torch.Tensor
-    total_reward: torch.Tensor
-    mask_sample: torch.Tensor
-    truncated: torch.Tensor
-    prompt_ids_for_adv: torch.Tensor
-    prompt_lengths: torch.Tensor
-    routed_experts: torch.Tensor | None = None
-    route_report: RouteReport | None = None
-
-    @property
-    def attention_mask(self) -> torch.Tensor:
-        """Which tokens are data, bool: `[B, S]`, or all of `[sum T]`."""
-        if self.layout == "packed":
-            return torch.ones_like(self.input_ids, dtype=torch.bool)
-        return torch.arange(self.input_ids.shape[1])[None, :] < self.input_lengths[:, None]
+_NO_VERSION = -1
 
 
 def iter_batches(
     client: DataPlaneClient,
-    rows: KVBatchMeta | Sequence[str],
+    rows: KVBatchMeta | Sequence[KVBatchMeta] | Sequence[str],
     partition_id: str | None = None,
     *,
-    batch_size: int,
+    batch_size: int | None = None,
+    max_tokens: int | None = None,
     pad_token_id: int,
     layout: Layout = "padded",
+    loss_weight: LossWeight = "token",
+    spans: bool = False,
     routes: RouteMode = "off",
     model_shape: ModelShape | None = None,
     on_failure: OnFailure = "sentinel",
@@ -97,26 +80,68 @@ def iter_batches(
 ) -> Iterator[TrainBatch]:
     """Batches of the named rows, in order; the last one may be smaller. One read a batch.
 
-    `rows` are sample ids of `partition_id`, or a `KVBatchMeta`, which knows both. Routes need
-    `model_shape`, the model's `(L, K)`; `on_failure` and `release` are those of `execute_route_plans`.
-    Raises `RowsMissing` for a row that is gone, `ContractError` for one that contradicts itself.
+    `rows` are sample ids of `partition_id`, or a `KVBatchMeta`, which knows both, or several of one partition.
+    Give `batch_size` (rows), `max_tokens` or both; a token budget costs one more read, of the lengths. `spans`
+    reads each row's proof too. Routes need `model_shape`, the model's `(L, K)`; `on_failure` and `release` are
+    those of `execute_route_plans`.
+
+    Raises `TypeError` or `ValueError`, before anything is read, for arguments that name no rows or no layout;
+    `RowsMissing` for a row that is gone, `ContractError` for one that contradicts itself, `ValueError` for a row
+    that is longer than `max_tokens`.
     """
-    if isinstance(rows, FinalizedGroup):
-        raise TypeError("rows are named by sample ids or a KVBatchMeta, got a FinalizedGroup: pass its .meta")
-    meta = rows if isinstance(rows, KVBatchMeta) else KVBatchMeta(partition_id or "", sample_ids=list(rows))
-    if not meta.partition_id:
-        raise ValueError("partition_id is needed where rows are given by their ids")
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be 1 or more, got {batch_size}")
+    meta = named_rows(rows, partition_id)
+    budget = Budget.of(batch_size, max_tokens, layout)
+    pad_token_id = engine_values.count(pad_token_id, "pad_token_id")
+    if pad_token_id > np.iinfo(np.int64).max:
+        raise ValueError(f"pad_token_id must fit int64, as token ids do, got {pad_token_id}")
     _check_choice("layout", layout, Layout)
+    _check_choice("loss_weight", loss_weight, LossWeight)
     _check_choice("routes", routes, RouteMode)
     _check_choice("on_failure", on_failure, OnFailure)
-    if routes == "off":
-        return _batches(client, meta, batch_size, pad_token_id, layout, None)
-    if model_shape is None:
-        raise ValueError(f"routes={routes!r} needs model_shape, the model's (layers, experts a token)")
-    reader = _RouteReader(client, routes, model_shape, on_failure, release)
-    return _batches(client, meta, batch_size, pad_token_id, layout, reader)
+    reader = None
+    if routes != "off":
+        if not _is_shape(model_shape):
+            needed = "model_shape, the model's (layers, experts a token)"
+            raise ValueError(f"routes={routes!r} needs {needed}, as (48, 8); got {model_shape!r:.80}")
+        reader = _RouteReader(client, routes, model_shape, on_failure, release)
+    return _batches(client, meta, budget, _Making(pad_token_id, layout, loss_weight, spans, reader))
+
+
+class Votes(NamedTuple):
+    """What `algorithms.advantages` takes, one entry a row, in the order in which `iter_batches` gives the rows.
+
+    `rewards` float64, `group_index` and `rollout_index` int64, `may_vote` bool, all `[R]`.
+    """
+
+    rewards: npt.NDArray[np.float64]
+    group_index: Integers
+    rollout_index: Integers
+    may_vote: npt.NDArray[np.bool_]
+
+
+def read_votes(
+    client: DataPlaneClient, rows: KVBatchMeta | Sequence[KVBatchMeta] | Sequence[str], partition_id: str | None = None
+) -> Votes:
+    """The rewards of these rows and who may vote, without a token. Takes and raises what `iter_batches` does."""
+    meta = named_rows(rows, partition_id)
+    if not meta.sample_ids:
+        return Votes(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))
+    places = places_of(meta.sample_ids, row_tags_of(client, meta))
+    batch = client.get_samples(meta.sample_ids, meta.partition_id, ["total_reward", "mask_sample"])
+    return Votes(
+        rewards=np.asarray(batch["total_reward"], np.float64),
+        group_index=np.array([place.group for place in places], np.int64),
+        rollout_index=np.array([place.rollout for place in places], np.int64),
+        may_vote=~np.asarray(batch["mask_sample"], bool),
+    )
+
+
+def _is_shape(model_shape: object) -> TypeGuard[ModelShape]:
+    return (
+        isinstance(model_shape, Sequence)
+        and len(model_shape) == 2
+        and all(isinstance(size, int | np.integer) and size > 0 for size in model_shape)
+    )
 
 
 def _check_choice(name: str, choice: object, choices: Any) -> None:
@@ -159,46 +184,107 @@ class _RouteReader:
         )
 
 
-def _batches(
-    client: DataPlaneClient,
-    meta: KVBatchMeta,
-    batch_size: int,
-    pad_token_id: int,
-    layout: Layout,
-    route_reader: _RouteReader | None,
-) -> Iterator[TrainBatch]:
-    columns = [*CANONICAL_SCHEMA, *(route_reader.columns if route_reader else ())]
-    # The plane's own tags, not those of the meta: an RPC may have left the bulky ones (route plans) out.
-    tags = [row_tags or {} for row_tags in client.get_tags(meta.sample_ids, meta.partition_id)]
-    for start in range(0, len(meta.sample_ids), batch_size):
-        sample_ids = meta.sample_ids[start : start + batch_size]
-        batch = client.get_samples(sample_ids, meta.partition_id, columns)
-        yield _train_batch(batch, tags[start : start + batch_size], pad_token_id, layout, route_reader)
+@dataclass(frozen=True)
+class _Making:
+    """How rows become a batch."""
+
+    pad_token_id: int
+    layout: Layout
+    loss_weight: LossWeight
+    spans: bool
+    routes: _RouteReader | None
+
+    @property
+    def columns(self) -> list[str]:
+        read = [name for name in CANONICAL_SCHEMA if name != SPANS_FIELD or self.spans]
+        return [*read, *(self.routes.columns if self.routes else ())]
+
+
+def _batches(client: DataPlaneClient, meta: KVBatchMeta, budget: Budget, making: _Making) -> Iterator[TrainBatch]:
+    tags = row_tags_of(client, meta)
+    places = places_of(meta.sample_ids, tags)
+    lengths = None
+    if budget.tokens is not None and meta.sample_ids:
+        lengths = [
+            int(n) for n in client.get_samples(meta.sample_ids, meta.partition_id, ["input_lengths"])["input_lengths"]
+        ]
+    for start, end in budget.cut(meta.sample_ids, lengths):
+        batch = client.get_samples(meta.sample_ids[start:end], meta.partition_id, making.columns)
+        yield _train_batch(batch, start, tags[start:end], places[start:end], making)
 
 
 def _train_batch(
-    batch: SampleBatch, tags: list[Tags], pad_token_id: int, layout: Layout, route_reader: _RouteReader | None
+    batch: SampleBatch, start: int, tags: list[Tags], places: Sequence[Place], making: _Making
 ) -> TrainBatch:
+    layout = making.layout
     lengths = _checked_lengths(batch)
-    routes, report = route_reader.read(batch, lengths, tags) if route_reader else (None, None)
+    routes, report = making.routes.read(batch, lengths, tags) if making.routes else (None, None)
+    spans = None
+    if making.spans:
+        spans = [_spans(*row) for row in zip(batch.sample_ids, lengths, batch[SPANS_FIELD], strict=True)]
+    sampled = [int(np.count_nonzero(mask)) for mask in batch["token_mask"]]
+    owned = [
+        place.rollout_tokens if place.rollout_tokens is not None else count
+        for place, count in zip(places, sampled, strict=True)
+    ]
+    shares = [1.0 if making.loss_weight == "token" else 1.0 / max(tokens, 1) for tokens in owned]
+    weights = [mask * np.float32(share) for mask, share in zip(batch["token_mask"], shares, strict=True)]
     return TrainBatch(
         sample_ids=batch.sample_ids,
         tags=tags,
         layout=layout,
-        input_ids=_tokens(batch["input_ids"], layout, pad_token_id),
+        input_ids=_tokens(batch["input_ids"], layout, making.pad_token_id),
         token_mask=_tokens(batch["token_mask"], layout, 0.0),
         generation_logprobs=_tokens(batch["generation_logprobs"], layout, 0.0),
-        input_lengths=torch.tensor(lengths, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
+        input_lengths=_numbers(lengths),
+        cu_seqlens=_cu_seqlens(lengths),
         sample_mask=_scalars(batch["sample_mask"]),
         total_reward=_scalars(batch["total_reward"]),
         mask_sample=_scalars(batch["mask_sample"]),
         truncated=_scalars(batch["truncated"]),
-        prompt_ids_for_adv=_tokens(batch[_PROMPT_COLUMN], "padded", pad_token_id),
-        prompt_lengths=torch.tensor(list(map(len, batch[_PROMPT_COLUMN])), dtype=torch.int64),
+        prompt_ids_for_adv=_tokens(batch[_PROMPT_COLUMN], "padded", making.pad_token_id),
+        prompt_lengths=_numbers(list(map(len, batch[_PROMPT_COLUMN]))),
+        row_number=torch.arange(start, start + len(batch)),
+        group_index=_numbers([place.group for place in places]),
+        rollout_index=_numbers([place.rollout for place in places]),
+        rollout_tokens=_numbers(owned),
+        weight_version=_numbers([row_tags.get("weight_version", _NO_VERSION) for row_tags in tags]),
+        loss_weight=_tokens(weights, layout, 0.0),
+        token_weight_version=_token_versions(spans, lengths, layout) if spans is not None else None,
+        spans=spans,
         routed_experts=_tokens(routes, layout, MISSING_ROUTE) if routes is not None else None,
         route_report=report,
     )
+
+
+def _spans(sample_id: str, length: int, encoded: bytes) -> RowSpans | None:
+    """The row's spans, `None` for a placeholder's."""
+    if not encoded:
+        return None
+    spans = decode_spans(encoded)
+    if spans.length != length:
+        detail = f"row {sample_id!r} has {length} tokens, its spans hold {spans.length}"
+        raise ContractError(detail, code="invalid_canonical_row")
+    return spans
+
+
+def _token_versions(spans: Sequence[RowSpans | None], lengths: Sequence[int], layout: Layout) -> torch.Tensor:
+    cells = [
+        row.weight_versions() if row is not None else np.full(length, _NO_VERSION, np.int64)
+        for row, length in zip(spans, lengths, strict=True)
+    ]
+    return _tokens(cells, layout, _NO_VERSION)
+
+
+def _numbers(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _cu_seqlens(lengths: Sequence[int]) -> torch.Tensor:
+    """Where each row begins in a packed batch: int32 `[B + 1]`, which is what attention kernels take."""
+    if sum(lengths) > torch.iinfo(torch.int32).max:
+        raise ValueError(f"a batch of {sum(lengths)} tokens is beyond int32 cu_seqlens: take a smaller batch_size")
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def _checked_lengths(batch: SampleBatch) -> list[int]:
