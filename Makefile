@@ -1,6 +1,7 @@
 # Everything from a fresh clone, with Python 3.11 or newer and make alone:
 #   make demo    installs into .venv and runs the main job
-#   make test    installs into .venv and runs lint, types, floors and tests
+#   make check   installs into .venv and runs lint, types, floors and the fast tests
+#   make test    installs into .venv and runs lint, types, floors and all tests
 
 PYTHON ?= python3
 ARGS ?=
@@ -11,7 +12,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := ray,archive,trainer,demo,mooncake,reports,dev
+EXTRAS := ray,archive,trainer,demo,mooncake,reports,docs,dev
+# The fast tests: without those that start processes (and whole folders of such), or try thousands of cases.
+CHECK := -m 'not (ray or mooncake or queue or slow or exhaustive)' --ignore=tests/actors --ignore=tests/faults --ignore=tests/examples \
+  --ignore=tests/cli/test_bench.py
 TORCH := torch==2.13.0
 # The reference verifier of the differential tests. It asks for a newer Python and a hundred packages that its verifier does
 # not use: hence --no-deps --ignore-requires-python.
@@ -20,7 +24,7 @@ NEMO_GYM := nemo-gym==0.7.0
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test bench lint format clean
+.PHONY: help venv demo check test bench lint format docs clean
 
 help:  ## say what there is (the default)
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.12] [TORCH_INDEX=URL]'
@@ -31,7 +35,10 @@ venv: $(STAMP)  ## make .venv and install everything into it
 demo: $(STAMP)  ## run the main job: reassemble demo $(ARGS)
 	$(BIN)/reassemble demo $(ARGS)
 
-test: lint  ## lint, types and floors, then the tests: pytest -q $(ARGS)
+check: lint  ## lint, types, floors and the fast tests (a minute): nothing that starts Ray, a queue, a store or a policy
+	$(BIN)/pytest -q $(CHECK) $(ARGS)
+
+test: lint  ## lint, types and floors, then all tests: pytest -q $(ARGS)
 	$(BIN)/pytest -q $(ARGS)
 
 bench: $(STAMP)  ## measure: reassemble bench $(ARGS)
@@ -46,6 +53,10 @@ lint: $(STAMP)  ## ruff, mypy, import-linter; changes nothing
 format: $(STAMP)  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## the docs site into build/docs; a link or name that leads nowhere is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo 'build/docs/index.html'
 
 clean:  ## remove .venv, caches and builds; runs/ stays
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -22,6 +22,16 @@ settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
 
 
+_STARTS_A_QUEUE = {"host", "queue_host", "queues", "ray_cluster"}
+"""Fixtures that start a queue; a test that asks for one, however far down, has the marker `queue`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _STARTS_A_QUEUE.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.queue)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local Ray with CPUs for the queue (2) and for the actors of the tests."""

@@ -30,6 +30,8 @@ from tests.reassembly.schedules import Explorer, all_thread_schedules
 from tests.route_captures import Turn
 from tests.route_captures import made as routed
 
+pytestmark = pytest.mark.exhaustive
+
 
 @dataclass
 class Group:

@@ -10,10 +10,13 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rollout_reassembler.contract.errors import RpcPayloadError
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only
 from tests.captures import MadeRollout, chain, memory_plane, reassembler, stage, staged_keys
+
+pytestmark = pytest.mark.exhaustive
 
 ROUNDS = 10_000
 

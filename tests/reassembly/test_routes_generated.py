@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,8 @@ from rollout_reassembler.staging.source import StagingSource
 from rollout_reassembler.trainer.deferred_routes import execute_route_plans
 from tests.captures import STAGING, memory_plane
 from tests.route_captures import Turn, expected, made, planned, stage
+
+pytestmark = pytest.mark.exhaustive
 
 SHAPE = (2, 2)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
@@ -21,6 +22,8 @@ from rollout_reassembler.staging.sink import StagingSink
 from tests.captures import CANONICAL, PAD, STAGING, MadeRollout, finalize, memory_plane, staged_keys
 from tests.reassembly.contents import RECORDS, contents_of
 from tests.reassembly.crash_plane import CrashPlane
+
+pytestmark = pytest.mark.exhaustive
 
 FAULTS = (
     "none",
