@@ -612,6 +612,33 @@ class PlaneConformance:
             plane.put_samples([f"k{turn}"], partition, {"step": [turn]})
         assert plane.list_samples(partition).keys() == {"k0", "k1"}
 
+    # --- epochs -----------------------------------------------------------------------------------
+
+    def test_an_epoch_lasts_until_a_checkpoint_is_loaded(
+        self, plane: DataPlaneClient, partition: str, tmp_path: Path
+    ) -> None:
+        epoch = plane.epoch()
+        assert epoch
+        plane.put_samples(["a"], partition, {"step": [1]})
+        directory = str(tmp_path / "saved")
+        for _ in range(2):
+            plane.save_checkpoint(directory)
+            assert plane.epoch() == epoch
+        epochs = {epoch}
+        for _ in range(2):
+            plane.load_checkpoint(directory)
+            assert plane.epoch() == plane.epoch()
+            assert plane.epoch() not in epochs
+            epochs.add(plane.epoch())
+        plane.save_checkpoint(directory)
+        assert plane.epoch() in epochs
+
+    def test_a_load_that_finds_nothing_leaves_the_epoch(self, plane: DataPlaneClient, tmp_path: Path) -> None:
+        epoch = plane.epoch()
+        with pytest.raises(DataPlaneError, match="no checkpoint"):
+            plane.load_checkpoint(str(tmp_path / "nothing"))
+        assert plane.epoch() == epoch
+
     # --- checkpoints ------------------------------------------------------------------------------
 
     def test_a_checkpoint_brings_everything_back(self, plane: DataPlaneClient, partition: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rollout_reassembler.data_plane.base import DataPlaneClient
 
 Where = Literal["before", "during", "after"]
 
-CALLS = ("put_samples", "get_samples", "get_tags", "list_samples", "clear_samples")
+CALLS = ("put_samples", "get_samples", "get_tags", "list_samples", "clear_samples", "epoch")
 
 
 class CrashPlane:

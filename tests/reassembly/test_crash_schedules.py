@@ -43,10 +43,12 @@ class Group:
     spoil: Callable[[MemoryDataPlane], None] = lambda plane: None
     stays: set[str] = field(default_factory=set)
     options: dict[str, Any] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict)
 
     def make_plane(self) -> MemoryDataPlane:
         """A fresh plane with the group staged, and beside it a stranger's rollout and finished row."""
         plane = memory_plane(with_routes=self.options == DIRECT)
+        plane._epoch = EPOCH
         plane.register_partition(RECORDS, {})
         calls = [call for made in [*self.rollouts, STRANGER] for call in made.calls]
         plane.put_samples(
@@ -62,7 +64,14 @@ class Group:
         return plane
 
     def finalize(self, plane: Any) -> FinalizedGroup:
-        return finalize(plane, self.rollouts, receipts=self.receipts, rewards=self.rewards, options=dict(self.options))
+        return finalize(
+            plane,
+            self.rollouts,
+            receipts=self.receipts,
+            rewards=self.rewards,
+            options=dict(self.options),
+            **self.asked,
+        )
 
     def undisturbed(self) -> tuple[dict[str, Contents], FinalizedGroup]:
         plane = self.make_plane()
@@ -71,6 +80,7 @@ class Group:
         return whole_plane(plane), replace(answer, timings={})
 
 
+EPOCH = "the plane's epoch, the same in each of its copies"
 STRANGER = chain("stranger", 1)
 DIRECT = {"router_replay_enabled": True}
 DEFERRED = {"router_replay_enabled": True, "defer_routed_experts_to_policy": True}
@@ -111,6 +121,13 @@ GROUPS = {
     "a garbled row": with_value("b/c0", b"garbage"),
     "another's row": with_value("b/c0", pack_call(STRANGER.calls[0])),
     "a missing row": a_group(spoil=lambda plane: plane.clear_samples(["a/c1"], STAGING)),
+    "a missing row of a known epoch": a_group(
+        spoil=lambda plane: plane.clear_samples(["a/c1"], STAGING), asked={"staged_on": EPOCH}
+    ),
+    "rows given up for lost": a_group(
+        spoil=lambda plane: plane.clear_samples(["a/c1", "b/c0"], STAGING),
+        asked={"staged_on": "another epoch", "accept_lost": True},
+    ),
     "no reward": a_group(rewards=[1.0, None, 0.5]),
     "a stolen key": with_receipt(1, foreign(), stays={"b/c0"}),
     "nothing valid": a_group(receipts=[None, "x", {}]),

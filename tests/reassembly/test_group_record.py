@@ -32,7 +32,7 @@ ANSWER = FinalizedGroup(
 
 def test_an_answer_is_read_as_it_was_written_but_for_its_run():
     records = GroupRecords(memory_plane(), partition_id=CANONICAL)
-    records.write("g", "fingerprint", ANSWER)
+    records.write("g", GroupRecord("fingerprint", ANSWER))
     found = records.lookup("g")
     assert found == GroupRecord("fingerprint", replace(ANSWER, cleanup_pending=(), timings={}))
     for field in fields(FinalizedGroup):
@@ -71,5 +71,5 @@ def test_records_are_forgotten_when_the_trainer_says_so():
 
 def test_records_of_two_canonical_partitions_are_apart():
     plane = memory_plane()
-    GroupRecords(plane, partition_id=CANONICAL).write("g", "one", ANSWER)
+    GroupRecords(plane, partition_id=CANONICAL).write("g", GroupRecord("one", ANSWER))
     assert GroupRecords(plane, partition_id="other").lookup("g") is None

@@ -175,6 +175,7 @@ class LifeOfGroups(RuleBasedStateMachine):
             group_id=group.group_id,
             receipts=group.receipts,
             rewards=group.rewards,
+            staged_on=self.inner.epoch(),
         )
         assert_metadata_only(answer)
         bare = replace(answer, timings={}, cleanup_pending=())
@@ -218,6 +219,7 @@ class LifeOfGroups(RuleBasedStateMachine):
                 group_id=group.group_id,
                 receipts=group.receipts,
                 rewards=rewards,
+                staged_on=self.inner.epoch(),
             )
         except GroupConflict:
             pass

@@ -57,9 +57,11 @@ def run_archive(
 
 def finalize_archive(archive: Archive, plane: OpenPlane, console: Console) -> list[FinalizedGroup]:
     """Stage the archive's rows on the plane and finalize its groups, with a progress bar."""
+    epoch = plane.client.epoch()
     archive.stage(plane.client, STAGING)
-    answers: Iterable[FinalizedGroup] = plane.finalize_all(archive.requests)
-    return list(track(answers, "finalizing", total=len(archive.requests), console=console, transient=True))
+    requests = [dataclasses.replace(request, staged_on=epoch) for request in archive.requests]
+    answers: Iterable[FinalizedGroup] = plane.finalize_all(requests)
+    return list(track(answers, "finalizing", total=len(requests), console=console, transient=True))
 
 
 def write_answers(groups: Iterable[FinalizedGroup], path: Path) -> None:

@@ -190,6 +190,14 @@ class DataPlaneUnavailable(DataPlaneError, ConnectionError):
     """The data plane, or the part of it that holds these rows, cannot be reached."""
 
 
+class PlaneLost(DataPlaneError):
+    """Staged rows are missing, and the plane is not the one that they were staged on, or has lost them all.
+
+    Nothing was published, recorded or cleared. Stage the rollouts again and send the same request; or give
+    them up knowingly, by sending it with `accept_lost=True`: what is missing becomes placeholders.
+    """
+
+
 class PartitionNotRegistered(DataPlaneError):
     """The partition was never registered: register it once, before actors start."""
 

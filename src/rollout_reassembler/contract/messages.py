@@ -31,7 +31,9 @@ class ReassemblyRequest:
 
     The tuples are parallel: entry `i` of each belongs to rollout `i`. A receipt is the plain dict of
     a `RolloutReceipt`, or `None` when it was lost. `mask_sample` and `truncated` may be left out per
-    group (`None`): no row is masked, and a row is truncated when it fills `max_seq_len`.
+    group (`None`): no row is masked, and a row is truncated when it fills `max_seq_len`. `staged_on` is
+    the plane's `epoch()` as it was before the group's first rollout: keep it with the request, and do not read it
+    anew when you send the request again. `accept_lost` gives up rows that went with a plane (`PlaneLost`).
     """
 
     group_id: str
@@ -44,6 +46,8 @@ class ReassemblyRequest:
     mask_sample: tuple[bool, ...] | bool | None = None
     loss_multiplier: float = 1.0
     truncated: tuple[bool, ...] | None = None
+    staged_on: str | None = None
+    accept_lost: bool = False
 
 
 @dataclass(frozen=True)

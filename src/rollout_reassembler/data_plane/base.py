@@ -154,6 +154,14 @@ class DataPlaneClient(Protocol):
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether each of the tasks has claimed every row that is in the partition now."""
 
+    def epoch(self) -> str:
+        """Which life of the plane this is: another one after each start and after each `load_checkpoint`.
+
+        Rows that were staged under one epoch and are missing under the same one were never there, or somebody
+        cleared them; under another one they may have gone with the plane. So a driver reads it before it
+        has anything staged (`ReassemblyRequest.staged_on`).
+        """
+
     def quiesce(self, deadline_s: float) -> AbstractContextManager[list[str]]:
         """Stop all writers of the plane, in every process, for the time of a `with` block.
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -70,6 +71,7 @@ class MemoryDataPlane:
         self._gate = WriteGate()
         self._partitions: dict[str, _Partition] = {}
         self._is_closed = False
+        self._epoch = uuid4().hex
 
     def register_partition(
         self,
@@ -189,6 +191,11 @@ class MemoryDataPlane:
             rows = self._partition("check_consumption_status", partition_id).rows
             return all(row.claimed_by.issuperset(task_names) for row in rows.values())
 
+    def epoch(self) -> str:
+        with self._lock:
+            self._refuse_closed("epoch", "")
+            return self._epoch
+
     @contextmanager
     def quiesce(self, deadline_s: float) -> Iterator[list[str]]:
         """As in `base.py`; all writers are threads of this process."""
@@ -206,6 +213,7 @@ class MemoryDataPlane:
             self._refuse_closed("load_checkpoint", directory)
             snapshot, metadata = read_snapshot(Path(directory))
             self._partitions = {name: _restored(partition) for name, partition in snapshot.items()}
+            self._epoch = uuid4().hex
             return metadata
 
     def close(self) -> None:

@@ -47,6 +47,8 @@ class GroupRequest:
     fallback_weight_version: int
     prompt_idx: int
     loss_multiplier: float
+    staged_on: str | None
+    accept_lost: bool
 
     @classmethod
     def of(
@@ -62,6 +64,8 @@ class GroupRequest:
         loss_multiplier: float,
         canonical_sample_ids: Sequence[str] | None,
         truncated: Sequence[bool] | None,
+        staged_on: str | None = None,
+        accept_lost: bool = False,
     ) -> GroupRequest:
         """Align the parts of a request. Raises `RequestError` naming the one that is off."""
         if not isinstance(group_id, str) or not group_id:
@@ -74,6 +78,12 @@ class GroupRequest:
                 raise RequestError(f"group {group_id!r}: {name} must be an int, got {number!r:.80}")
         if publishable_reward(loss_multiplier) is None:
             raise RequestError(f"group {group_id!r}: loss_multiplier {loss_multiplier!r} is not a finite binary32")
+        if staged_on is not None and (not isinstance(staged_on, str) or not staged_on):
+            raise RequestError(
+                f"group {group_id!r}: staged_on must be what epoch() gave, or None; got {staged_on!r:.80}"
+            )
+        if not isinstance(accept_lost, bool):
+            raise RequestError(f"group {group_id!r}: accept_lost must be a bool, got {accept_lost!r:.80}")
         if mask_sample is None or isinstance(mask_sample, bool):
             mask_sample = (bool(mask_sample),) * size
         sample_ids = tuple(canonical_sample_ids or (f"{group_id}_g{i}" for i in range(size)))
@@ -105,13 +115,16 @@ class GroupRequest:
             fallback_weight_version=index(fallback_weight_version),
             prompt_idx=index(prompt_idx),
             loss_multiplier=float(loss_multiplier),
+            staged_on=staged_on,
+            accept_lost=accept_lost,
         )
 
     def fingerprint(self, admitted: Sequence[RolloutReceipt | Rejection], settings: Sequence[Any]) -> str:
         """Digest of all that decides this group's rows, given the staged bytes.
 
         Two requests with one fingerprint publish the same rows. `settings` are those of the
-        reassembler. Receipts that were not admitted count by their rejection.
+        reassembler. Receipts that were not admitted count by their rejection. Where rows were staged, and
+        what the caller gave up, decide whether there are rows to publish, not which.
         """
         digest = hashlib.sha256()
         head = (

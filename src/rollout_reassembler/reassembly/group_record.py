@@ -1,6 +1,6 @@
 """The durable answer of a finalized group, by which finalizing twice equals finalizing once.
 
-After a group's rows are published, `(group_id, fingerprint, answer)` is written to a companion
+After a group's rows are published, a `GroupRecord` of it is written to a companion
 partition of the canonical one, as tags of a row without columns, so that it outlives both the
 staged rows (cleared next) and the canonical rows (cleared by the trainer). It costs a healthy group
 two calls: the look-up before publication and the write after it.
@@ -23,14 +23,20 @@ from rollout_reassembler.data_plane.base import DataPlaneClient
 
 _FINGERPRINT_TAG = "fingerprint"
 _ANSWER_TAG = "answer"
+_LOST_TAG = "is_lost"
 
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """That this group was published, for which request, and what was answered."""
+    """That this group was published, for which request, and what was answered.
+
+    `is_lost`: placeholders stand for rows that were lost, which their caller gave up; once they are staged
+    again, another record may take this one's place. No other record is ever replaced.
+    """
 
     fingerprint: str
     answer: FinalizedGroup
+    is_lost: bool = False
 
 
 class GroupRecords:
@@ -51,16 +57,20 @@ class GroupRecords:
         if not tags or _ANSWER_TAG not in tags:
             return None
         try:
-            return GroupRecord(tags[_FINGERPRINT_TAG], _decode_answer(tags[_ANSWER_TAG]))
+            return GroupRecord(tags[_FINGERPRINT_TAG], _decode_answer(tags[_ANSWER_TAG]), bool(tags.get(_LOST_TAG)))
         except (KeyError, TypeError, ValueError) as error:
             what = (
                 f"the record of this group is not readable ({error!r:.200}); clear it to have the group published again"
             )
             raise DataPlaneError(what, call="get_tags", partition=self._partition, keys=[group_id]) from error
 
-    def write(self, group_id: str, fingerprint: str, answer: FinalizedGroup) -> None:
+    def write(self, group_id: str, record: GroupRecord) -> None:
         """Make the answer durable; from here on the group is finalized."""
-        tags = {_FINGERPRINT_TAG: fingerprint, _ANSWER_TAG: _encode_answer(answer)}
+        tags = {
+            _FINGERPRINT_TAG: record.fingerprint,
+            _ANSWER_TAG: _encode_answer(record.answer),
+            _LOST_TAG: record.is_lost,
+        }
         self._client.put_samples([group_id], self._partition, tags=[tags])
 
     def forget(self, group_ids: Sequence[str]) -> None:

@@ -13,9 +13,11 @@ The steps, what a crash just after each one leaves, and who mends it:
     7 clear     the group's own staged rows          clean
 
 Staging is cleared only behind a record, so a request that finds rows missing finds, in step 4, the
-record of whoever cleared them: good rows are never replaced by placeholders. Two finalizers of one
-request at a time write the same bytes in every step. A request that differs from the recorded one
-is a `GroupConflict`.
+record of whoever cleared them: good rows are never replaced by placeholders. Rows that are missing
+without a record, and that went with another plane, are `PlaneLost` (`lost.py`). Where the caller gave
+them up (`accept_lost`) the record says so, and the same request takes its place once all rows are staged
+again. Two finalizers of one request at a time write the same bytes in every step. A request that
+differs from the recorded one is a `GroupConflict`.
 
 Bad *data* (a `ContractError`) costs its own rollout, which becomes a placeholder; the answer holds its code, the
 log the detail. Everything else
@@ -43,7 +45,8 @@ from rollout_reassembler.contract.records import RolloutReceipt
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.reassembly.admission import GroupRequest, Rejection, admit
 from rollout_reassembler.reassembly.cleanup import clear_group
-from rollout_reassembler.reassembly.group_record import GroupRecords
+from rollout_reassembler.reassembly.group_record import GroupRecord, GroupRecords
+from rollout_reassembler.reassembly.lost import lacks_rows, refuse_lost_rows
 from rollout_reassembler.reassembly.metrics import group_metrics
 from rollout_reassembler.reassembly.phases import Phases
 from rollout_reassembler.reassembly.route_plan import RoutePlan, plan_routes
@@ -121,6 +124,8 @@ class RolloutReassembler:
             loss_multiplier=request.loss_multiplier,
             canonical_sample_ids=request.canonical_sample_ids,
             truncated=request.truncated,
+            staged_on=request.staged_on,
+            accept_lost=request.accept_lost,
         )
 
     def finalize_group(
@@ -136,11 +141,17 @@ class RolloutReassembler:
         loss_multiplier: float = 1.0,
         canonical_sample_ids: Sequence[str] | None = None,
         truncated: Sequence[bool] | None = None,
+        staged_on: str | None = None,
+        accept_lost: bool = False,
     ) -> FinalizedGroup:
         """Publish the group's N rows and clear its staged calls.
 
+        `staged_on` is the plane's `epoch()` from before the group's first rollout, so that rows which went with a
+        plane are not taken for rows that never were; `accept_lost` makes placeholders of those knowingly.
+
         Raises `RequestError` for a request whose parts do not align, `GroupConflict` when another
-        request was finalized under this id, `DataPlaneError` when the plane fails before the answer
+        request was finalized under this id, `PlaneLost` when staged rows went with their plane,
+        `DataPlaneError` when the plane fails before the answer
         is on record; after that the answer is given, with `cleanup_pending` where clearing failed.
         """
         request = GroupRequest.of(
@@ -154,6 +165,8 @@ class RolloutReassembler:
             loss_multiplier=loss_multiplier,
             canonical_sample_ids=canonical_sample_ids,
             truncated=truncated,
+            staged_on=staged_on,
+            accept_lost=accept_lost,
         )
         with _Naming(group_id):
             return self._finalize(request)
@@ -172,21 +185,27 @@ class RolloutReassembler:
                 rollouts = assemble_group_routes(self._source, rollouts)
         with phases("record"):
             recorded = self._records.lookup(request.group_id)
-        if recorded is None:
-            with phases("assemble"):
-                plan_tags = route_plan_tags(rollouts) if self._deferred_routes else [{} for _ in rollouts]
-                answer = self._answer(request, admitted, rollouts, plan_tags)
-            _log_rejections(request.group_id, rollouts)
-            self._publish(request, rollouts, answer, plan_tags, phases)
-            with phases("record"):
-                self._records.write(request.group_id, fingerprint, answer)
-        elif recorded.fingerprint == fingerprint:
-            answer = recorded.answer
-        else:
+        if recorded is not None and recorded.fingerprint != fingerprint:
             raise GroupConflict(
                 f"group {request.group_id!r} was finalized before, by a request with other contents; "
                 "give this one a group id of its own"
             )
+        if recorded is None and not request.accept_lost:
+            refuse_lost_rows(self._client, self._staging_partition, rollouts, admitted, request.staged_on)
+        if recorded is None or (recorded.is_lost and not lacks_rows(rollouts)):
+            with phases("assemble"):
+                plan_tags = route_plan_tags(rollouts) if self._deferred_routes else [{} for _ in rollouts]
+                answer = self._answer(request, admitted, rollouts, plan_tags)
+            _log_rejections(request.group_id, rollouts)
+            if recorded is not None:
+                # Placeholders that a trainer has claimed would keep it from claiming the rows.
+                self._client.clear_samples(request.sample_ids, self._partition_id)
+            self._publish(request, rollouts, answer, plan_tags, phases)
+            with phases("record"):
+                is_lost = request.accept_lost and lacks_rows(rollouts)
+                self._records.write(request.group_id, GroupRecord(fingerprint, answer, is_lost))
+        else:
+            answer = recorded.answer
         with phases("clear"):
             pending = clear_group(self._client, self._staging_partition, answer)
         return dataclasses.replace(answer, cleanup_pending=pending, timings=phases.timings())
@@ -237,7 +256,7 @@ class RolloutReassembler:
         missing = [key for key in keys if key not in values]
         if missing:
             detail = f"{len(missing)} of {len(keys)} staged rows are missing, first {missing[0]!r}"
-            return rejected(rollout_id, "missing_staging_row", detail, reward=worth or 0.0)
+            return rejected(rollout_id, "missing_staging_row", detail, reward=worth or 0.0, missing_keys=tuple(missing))
         try:
             row = prove_rollout(receipt, [values[key] for key in keys])
         except InvalidStagedCall as error:

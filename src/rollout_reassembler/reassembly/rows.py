@@ -73,8 +73,9 @@ class FinalizedRollout:
 
     `token_ids` int64 `[T]`, `token_mask` and `logprobs` float32 `[T]`, `routed_experts` int16
     `[T, L, K]` in direct mode. A rejected rollout has empty columns and a `rejection_reason`.
-    `staging_keys` are the rows that were read and proven to be this rollout's own. `min_wv` and
-    `max_wv` span the calls that are trained. `spans` is the row's proof (`spans.py`), no bytes where there is none.
+    `staging_keys` are the rows that were read and proven to be this rollout's own, `missing_keys` those
+    that its receipt names and that are not there. `min_wv` and `max_wv` span the calls that are trained.
+    `spans` is the row's proof (`spans.py`), no bytes where there is none.
     """
 
     rollout_id: str
@@ -94,10 +95,17 @@ class FinalizedRollout:
     generated_tokens: int = 0
     rejection_detail: str = ""
     spans: bytes = b""
+    missing_keys: tuple[str, ...] = ()
 
 
 def rejected(
-    rollout_id: str, reason: str, detail: str = "", *, reward: float = 0.0, staging_keys: tuple[str, ...] = ()
+    rollout_id: str,
+    reason: str,
+    detail: str = "",
+    *,
+    reward: float = 0.0,
+    staging_keys: tuple[str, ...] = (),
+    missing_keys: tuple[str, ...] = (),
 ) -> FinalizedRollout:
     """A rollout that will be a placeholder."""
     return FinalizedRollout(
@@ -111,6 +119,7 @@ def rejected(
         reward=reward,
         staging_keys=staging_keys,
         rejection_detail=detail,
+        missing_keys=missing_keys,
     )
 
 

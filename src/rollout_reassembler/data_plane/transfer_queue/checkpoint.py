@@ -19,6 +19,7 @@ from transfer_queue.utils.zmq_utils import ZMQRequestType
 
 from rollout_reassembler.data_plane.durable import mend, new_directory, put_in_place
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
+from rollout_reassembler.data_plane.transfer_queue.epoch import marked_while_saved, renewed_by_load, write_mark
 from rollout_reassembler.data_plane.transfer_queue.sockets import Call, all_bodies
 
 _METADATA = "metadata.json"
@@ -60,6 +61,8 @@ def load_queue(call: Call, controller: Peer, units: Sequence[Peer], directory: P
     which = json.loads((directory / _UNITS / _WHICH_UNIT).read_text())
     if len(which) != len(units):
         raise call.site.failed(f"the checkpoint is of {len(which)} storage units, the queue has {len(units)}")
+    # From the first unit on, rows that were staged before may be gone.
+    write_mark(call, controller)
     loaded = [
         call.send(
             units[saved["position"]],
@@ -75,16 +78,18 @@ def load_queue(call: Call, controller: Peer, units: Sequence[Peer], directory: P
 
 
 def save_controller(call: Call, controller: Peer, path: Path) -> None:
-    """Have the controller write its state to a file."""
+    """Have the controller write its state to a file, which says that it is a saved one (`epoch.py`)."""
     request = ZMQRequestType.SAVE_CONTROLLER_CHECKPOINT
-    answer = call.ask(controller, request, {"path": str(path)})
+    with marked_while_saved(call, controller):
+        answer = call.ask(controller, request, {"path": str(path)})
     _require_success(call, [answer])
 
 
 def load_controller(call: Call, controller: Peer, path: Path) -> None:
-    """Have the controller replace its state by that of a file."""
+    """Have the controller replace its state by that of a file; the queue has another epoch from here on."""
     request = ZMQRequestType.LOAD_CONTROLLER_CHECKPOINT
-    answer = call.ask(controller, request, {"path": str(path)})
+    with renewed_by_load(call, controller):
+        answer = call.ask(controller, request, {"path": str(path)})
     _require_success(call, [answer])
 
 

@@ -20,6 +20,7 @@ What to know beyond `base.py`:
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 _REGISTRY = "rollout_reassembler.partitions"
 _SCHEMA_TAG = "schema"
 _CLOSE_SECONDS = 20.0
+_EPOCH_SETTLES = 5.0
+_EPOCH_WATCH = 0.05
 
 NUMBERS_SET_ASIDE = 1 << 16
 """So many rows are written, less those that live, before a new row gets the number of one that was cleared."""
@@ -100,6 +103,7 @@ class TransferQueueDataPlane:
         if self._end_queue is not None:
             with rows.sockets.call(CallSite("bootstrap"), self._deadlines.bootstrap) as call:
                 rows.set_numbers_aside(call, NUMBERS_SET_ASIDE)
+                rows.begin_epoch(call)
 
     def register_partition(
         self,
@@ -228,6 +232,16 @@ class TransferQueueDataPlane:
         self._schema(site)
         with self._call(site, self._deadlines.metadata) as call:
             return all(self._rows.is_consumed(call, partition_id, task) for task in task_names)
+
+    def epoch(self) -> str:
+        """As in `base.py`. One round trip; a while longer during a save or a load."""
+        until = time.monotonic() + _EPOCH_SETTLES
+        while True:
+            with self._call(CallSite("epoch"), self._deadlines.metadata) as call:
+                epoch, is_settled = self._rows.epoch(call)
+            if is_settled or time.monotonic() > until:
+                return epoch
+            time.sleep(_EPOCH_WATCH)
 
     def quiesce(self, deadline_s: float) -> AbstractContextManager[list[str]]:
         return self._gate.quiesced(deadline_s)

@@ -32,6 +32,7 @@ from transfer_queue.utils.zmq_utils import ZMQRequestType
 from rollout_reassembler.data_plane.base import Tags
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
 from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_queue, save_queue
+from rollout_reassembler.data_plane.transfer_queue.epoch import is_mark, new_epoch, read_epoch, write_epoch
 from rollout_reassembler.data_plane.transfer_queue.sockets import Call, QueueSockets, Reply, all_bodies
 from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore, ValueStore
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, field_schema
@@ -185,6 +186,15 @@ class QueueRows:
     def load(self, call: Call, directory: Path) -> dict[str, Any]:
         """Replace the whole queue with a checkpoint; its metadata."""
         return load_queue(call, self.controller, self._units(), directory)
+
+    def begin_epoch(self, call: Call) -> None:
+        """Give a queue that was just started its epoch."""
+        write_epoch(call, self.controller, new_epoch())
+
+    def epoch(self, call: Call) -> tuple[str, bool]:
+        """The queue's epoch, and whether it is not the mark of a save or a load."""
+        found = read_epoch(call, self.controller)
+        return found, not is_mark(found)
 
     def set_numbers_aside(self, call: Call, count: int) -> None:
         """Have the controller hand out this many other numbers before one that is freed comes back.

@@ -112,10 +112,11 @@ class _Outcome:
 def _run(
     settings: DemoSettings, policy: DemoPolicy, plane: OpenPlane, *, seed: int, keep: bool, console: Console
 ) -> _Outcome:
+    epoch = plane.client.epoch()
     with tempfile.TemporaryDirectory() as ledgers:
         ledger = CaptureLedger(Path(ledgers))
         answers = _roll_out(settings, policy, plane.client, ledger, seed, console)
-        requests = [_request(group, settings, ledger, answers) for group in range(settings.groups)]
+        requests = [_request(group, settings, ledger, answers, epoch) for group in range(settings.groups)]
     _tamper(plane.client, settings.rollout_ids(0)[TAMPERED])
     if keep:
         _keep_archive(settings.out / "archive", requests, plane.client, policy.tokenizer.pad_id)
@@ -190,7 +191,7 @@ class _OutageSink:
 
 
 def _request(
-    group: int, settings: DemoSettings, ledger: CaptureLedger, answers: dict[str, Answer]
+    group: int, settings: DemoSettings, ledger: CaptureLedger, answers: dict[str, Answer], epoch: str
 ) -> ReassemblyRequest:
     rollout_ids = settings.rollout_ids(group)
     return ReassemblyRequest(
@@ -203,6 +204,7 @@ def _request(
         rewards=tuple(answers[rollout].reward for rollout in rollout_ids),
         fallback_weight_version=WEIGHT_VERSION,
         prompt_idx=group,
+        staged_on=epoch,
     )
 
 
