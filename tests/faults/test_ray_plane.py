@@ -73,6 +73,8 @@ def test_a_killed_controller(report: dict[str, Any]) -> None:
     assert controller["finalize"]["errors"] == ["DataPlaneUnavailable"]
     assert controller["finalize"]["named"]
     assert controller["restart"]["close"] < 25
+    assert (controller["empty"]["errors"], controller["empty"]["named"]) == (["PlaneLost"], True)
+    assert controller["published on an empty plane"] == 0
     assert_nothing_lost(controller, kills=8)
 
 

@@ -27,6 +27,7 @@ from rollout_reassembler import (
     DataPlaneError,
     FinalizedGroup,
     ReassemblerPool,
+    ReassemblyRequest,
     RolloutReassemblerActorConfig,
     build_data_plane_client,
 )
@@ -63,6 +64,7 @@ class Run:
         self.plane = start_plane()
         self.groups: list[Group] = []
         self.answers: dict[str, FinalizedGroup] = {}
+        self.requests: dict[str, ReassemblyRequest] = {}
         self.kills = 0
         attempts = directory / "attempts"
         attempts.mkdir()
@@ -77,19 +79,20 @@ class Run:
         """So many more groups, staged."""
         new = [Group(KINDS[n % 4], n) for n in range(len(self.groups), len(self.groups) + number)]
         for group in new:
+            self.requests[group.group_id] = dataclasses.replace(group.request, staged_on=self.plane.epoch())
             group.stage(self.plane)
         self.groups += new
         return new
 
     def finalize(self, groups: list[Group]) -> None:
         """All at the same time."""
-        futures = {group.group_id: self.pool.submit(group.request) for group in groups}
+        futures = {group.group_id: self.pool.submit(self.requests[group.group_id]) for group in groups}
         self.answers |= {group_id: future.result(180) for group_id, future in futures.items()}
 
     def refused(self, groups: list[Group]) -> dict[str, Any]:
         """What an attempt at each of these groups raises, and after how long."""
         started = time.monotonic()
-        errors = [self.pool.submit(group.request).exception(120) for group in groups]
+        errors = [self.pool.submit(self.requests[group.group_id]).exception(120) for group in groups]
         return {
             "errors": sorted({type(error).__name__ for error in errors}),
             "named": all(f"group {group.group_id!r}" in str(e) for group, e in zip(groups, errors, strict=True)),
@@ -106,13 +109,12 @@ class Run:
             self.plane.save_checkpoint(str(self.directory / name))
         return self.directory / name
 
-    def restart_plane(self, checkpoint: Path) -> dict[str, float]:
-        """End what is left of the plane, start another one and bring the checkpoint back; seconds of both."""
+    def restart_plane(self) -> dict[str, float]:
+        """End what is left of the plane and start another one, empty; seconds of both."""
         started = time.monotonic()
         self.plane.close()
         close = since(started)
         self.plane = start_plane()
-        self.plane.load_checkpoint(str(checkpoint))
         return {"close": close, "in all": since(started)}
 
     def figures(self) -> dict[str, int]:
@@ -152,13 +154,14 @@ def killed_unit(run: Run) -> dict[str, Any]:
         "placeholders": len(readable(run.plane, groups)),
         "cleared": len(staged - run.plane.list_samples(STAGING).keys()),
     }
-    report["restart"] = run.restart_plane(checkpoint)
+    report["restart"] = run.restart_plane()
+    run.plane.load_checkpoint(str(checkpoint))
     run.finalize(groups)
     return {**report, **run.figures()}
 
 
 def killed_controller(run: Run) -> dict[str, Any]:
-    """One of the two actors has an idle connection to the dead plane, when the next one is up."""
+    """One of the two actors has an idle connection to the dead plane, when the next one is up: empty at first."""
     groups = run.new_groups(4)
     checkpoint = run.save("before-controller")
     run.kill("TransferQueueController", "transfer_queue")
@@ -167,7 +170,10 @@ def killed_controller(run: Run) -> dict[str, Any]:
         "connect": attempt("connect", lambda: build_data_plane_client(DP_CONFIG, bootstrap=False)),
         "finalize": run.refused(groups[:1]),
     }
-    report["restart"] = run.restart_plane(checkpoint)
+    report["restart"] = run.restart_plane()
+    report["empty"] = run.refused(groups)
+    report["published on an empty plane"] = len(run.plane.list_samples(CANONICAL))
+    run.plane.load_checkpoint(str(checkpoint))
     run.finalize(groups)
     return {**report, **run.figures()}
 
