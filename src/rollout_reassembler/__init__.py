@@ -15,7 +15,8 @@ All public names import from here:
 
 - *staging*, in an inference worker: `seal_call`, `StagedCall`, `StagingSink`, `StagingSource`, `StageResult`
 - *capture*, around an engine and an agent: `CallRecorder`, `OpenCall`, `CaptureLedger`, `LedgerView`,
-  `CaptureAdmission`, `CommitCoords`, `CaptureCounts`; and what it makes, `RolloutReceipt` of `CallRecord`s
+  `CaptureAdmission`, `CommitCoords`, `CaptureCounts`, `ModelShape`; and what it makes,
+  `RolloutReceipt` of `CallRecord`s
 - *finalizing*: `RolloutReassembler`, `FinalizedGroup`, `FinalizedRollout`, `GroupRecords`; on a cluster
   `ReassemblerPool` over `create_rollout_reassembler_actors`, `ReassemblyRequest`
 - *training*: `iter_batches`, `TrainBatch`, `read_votes`, `Votes`, `execute_route_plans`, `RouteReport`
@@ -82,6 +83,7 @@ from rollout_reassembler.contract.messages import (
     ReassemblyRequest,
     RolloutReassemblerActorConfig,
 )
+from rollout_reassembler.contract.model_shape import ModelShape
 from rollout_reassembler.contract.records import CallRecord, RolloutReceipt, StagedCall, StageResult, seal_call
 from rollout_reassembler.contract.routed_experts import decode_routed_experts, encode_routed_experts, route_extras
 from rollout_reassembler.contract.rpc_guard import _FORBIDDEN_RPC_KEYS as _FORBIDDEN_RPC_KEYS
@@ -142,6 +144,7 @@ __all__ = [
     "LedgerView",
     "LinearizedRow",
     "MissingExtra",
+    "ModelShape",
     "OpenCall",
     "PartitionNotRegistered",
     "PlaneLost",

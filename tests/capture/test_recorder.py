@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rollout_reassembler.capture import CallClosed, CallRecorder, CaptureAdmission, CaptureCounts
 from rollout_reassembler.capture.prefixes import PrefixCache
 from rollout_reassembler.contract.errors import DataPlaneTimeout, StagedRowsMissing
+from rollout_reassembler.contract.model_shape import ModelShape
 from rollout_reassembler.contract.records import StagedCall, StageResult
 from tests.capture.world import World, user
 
@@ -449,3 +450,13 @@ def test_the_deltas_of_a_chain_are_the_last_prompt_and_generation(
         assert coords.disposition == "staged"
         so_far += [*carry, *generated]
     assert np.concatenate([call.token_ids_delta for call in sink.staged]).tolist() == so_far
+
+
+def test_a_value_that_the_model_cannot_have_said_is_a_failed_capture() -> None:
+    sink = ListSink()
+    recorder = _recorder(sink, model=ModelShape(vocab_size=100))
+    coords = recorder.complete_call(recorder.begin_call(ROOT), [1, 2], [100], [-0.5])
+    assert coords.disposition == "capture_failed"
+    assert "impossible_value: call 'a' of rollout 'r': token id 100 at 2; the vocabulary has 100" in str(coords)
+    assert recorder.counts == CaptureCounts(failed={"impossible_value": 1})
+    assert sink.staged == []

@@ -419,7 +419,7 @@ def test_columns_of_any_bits_are_judged_as_numpy_judges_them(ids, data):
 def test_a_large_finite_log_probability_is_taken():
     """Its first byte is that of infinity and NaN; only the exact look tells."""
     made = MadeRollout("r")
-    call = made.call([1], [2, 3], logprobs=[-3.4e38, 2.0e38])
+    call = made.call([1], [2, 3], logprobs=[-3.4e38, -2.0e38])
     assert unpack_call(pack_call(call)).to_call() == call
 
 

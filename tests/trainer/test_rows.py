@@ -11,6 +11,7 @@ import torch
 
 from rollout_reassembler.contract.errors import ContractError, RowsMissing
 from rollout_reassembler.contract.messages import KVBatchMeta
+from rollout_reassembler.contract.model_shape import ModelShape
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.reassembly.route_plan import encode_route_plan
 from rollout_reassembler.reassembly.routes import RouteFailure
@@ -257,6 +258,12 @@ class TestDirectRoutes:
         assert routes.shape == (5, 2, 2)
         assert (routes[:2] == -1).all()
         assert np.array_equal(routes[2:].numpy(), truth(3))
+
+    def test_a_shape_may_come_with_all_that_is_known_of_the_model(self, plane: MemoryDataPlane) -> None:
+        (batch,) = batches(plane, "known", routes="direct", model_shape=ModelShape(layers=2, experts=64, top_k=2))
+        assert np.array_equal(batch.routed_experts[0].numpy(), truth(3))
+        with pytest.raises(ValueError, match="needs model_shape"):
+            batches(plane, "known", routes="direct", model_shape=ModelShape(vocab_size=7))
 
     def test_a_batch_of_unknown_routes_has_the_models_shape(self, plane: MemoryDataPlane) -> None:
         batch = self.read(plane, "unknown")

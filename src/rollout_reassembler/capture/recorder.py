@@ -52,6 +52,7 @@ from rollout_reassembler.contract import digests, engine_values
 from rollout_reassembler.contract.digests import Floats, Integers
 from rollout_reassembler.contract.engine_values import Numbers
 from rollout_reassembler.contract.errors import CallClosed, InvalidStagedCall, ReassemblerError, StagedRowsMissing
+from rollout_reassembler.contract.model_shape import ModelShape
 from rollout_reassembler.contract.records import StagedCall, StageResult, seal_call
 
 LOGGER = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ class CallRecorder:
     """Stages the calls of one inference worker. Safe to share between its threads.
 
     `weight_version` is asked once a call, when it begins. `source` is needed where a parent may have
-    been served by another worker, or so long ago that its sequence fell out of the cache.
+    been served by another worker, or so long ago that its sequence fell out of the cache. Where `model` says what the
+    policy is, a call with values that it cannot have said is a failed capture.
     """
 
     def __init__(
@@ -118,11 +120,13 @@ class CallRecorder:
         weight_version: Callable[[], int],
         source: CallSource | None = None,
         max_cached_tokens: int = DEFAULT_MAX_TOKENS,
+        model: ModelShape | None = None,
     ) -> None:
         self._sink = sink
         self._source = source
         self._weight_version = weight_version
         self._prefixes = PrefixCache(max_cached_tokens)
+        self._model = model
         self._counting = threading.Lock()
         self._closed: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -189,7 +193,7 @@ class CallRecorder:
             generated = engine_values.token_ids(generated_token_ids, "generated token ids")
             token_ids = _sequence(call, engine_values.token_ids(prompt_token_ids, "prompt token ids"), generated)
             log_probs = engine_values.floats(generated_logprobs, "log probabilities")
-            staged = _sealed(call, token_ids, len(generated), log_probs, extras)
+            staged = _sealed(call, token_ids, len(generated), log_probs, extras, self._model)
         except InvalidStagedCall as error:
             return self._fail(call, f"{error.code}: {error.detail}")
         except Exception as error:
@@ -251,7 +255,12 @@ def _sequence(call: OpenCall, prompt: Integers, generated: Integers) -> Integers
 
 
 def _sealed(
-    call: OpenCall, token_ids: Integers, generation_len: int, sampled: Floats, extras: Mapping[str, Any] | None
+    call: OpenCall,
+    token_ids: Integers,
+    generation_len: int,
+    sampled: Floats,
+    extras: Mapping[str, Any] | None,
+    model: ModelShape | None,
 ) -> StagedCall:
     """The call's delta: the carry with mask 0, then `generation_len` sampled tokens with mask 1."""
     admission, prev_len = call.admission, call.admission.prev_len
@@ -268,6 +277,7 @@ def _sealed(
         parent=admission.parent,
         prefix_token_ids=token_ids[:prev_len],
         extras=extras,
+        model=model,
     )
 
 

@@ -42,7 +42,8 @@ from pydantic import (
 from rollout_reassembler.contract import digests, engine_values
 from rollout_reassembler.contract.digests import EMPTY_EXTRAS_DIGEST, Floats, Integers
 from rollout_reassembler.contract.engine_values import Numbers
-from rollout_reassembler.contract.errors import InvalidStagedCall
+from rollout_reassembler.contract.errors import InvalidRoutes, InvalidStagedCall
+from rollout_reassembler.contract.model_shape import ModelShape, check_log_probs
 
 Identifier = Annotated[StrictStr, Field(min_length=1)]
 Reason = Annotated[StrictStr, Field(min_length=0)]
@@ -219,13 +220,15 @@ def seal_call(
     parent: ParentCall | None = None,
     prefix_token_ids: Numbers | None = None,
     extras: Mapping[str, Any] | None = None,
+    model: ModelShape | None = None,
 ) -> StagedCall:
     """Make a `StagedCall` with its digests from what an engine knows.
 
     Columns are `[delta_len]`: sequences, arrays or tensors of numbers, judged by value; a mask may be of bools.
     A call without a `parent` is a root; for any other one give the parent's `StagedCall` or `CallRecord`, and as
-    `prefix_token_ids` `[parent.cum_len]` the parent's whole sequence. Raises `InvalidStagedCall`, naming the call,
-    when the columns cannot be a call.
+    `prefix_token_ids` `[parent.cum_len]` the parent's whole sequence. Where `model` says what the policy is, ids and
+    routes are held to it. Raises `InvalidStagedCall`, naming the call, when the columns cannot be a call
+    (`impossible_value` for a value that no engine means).
     """
     with _naming(rollout_id, model_call_id):
         if parent is not None and not hasattr(parent, "cum_len"):
@@ -237,6 +240,12 @@ def seal_call(
         prev_len = parent.cum_len if parent is not None else 0
         if len(prefix) != prev_len:
             raise InvalidStagedCall(f"the parent's sequence has {prev_len} tokens, the prefix given {len(prefix)}")
+        log_probs = engine_values.floats(generation_log_probs_delta, "log probabilities")
+        mask = engine_values.floats(token_mask_delta, "token mask", or_bools=True)
+        check_log_probs(log_probs, mask)
+        if model is not None:
+            model.check_token_ids(ids)
+            model.check_extras(extras)
         fields: dict[str, Any] = {
             "rollout_id": rollout_id,
             "model_call_id": model_call_id,
@@ -247,8 +256,8 @@ def seal_call(
             "cum_len": prev_len + len(ids),
             "weight_version": int(weight_version) if isinstance(weight_version, np.integer) else weight_version,
             "token_ids_delta": ids,
-            "token_mask_delta": engine_values.floats(token_mask_delta, "token mask", or_bools=True),
-            "generation_log_probs_delta": engine_values.floats(generation_log_probs_delta, "log probabilities"),
+            "token_mask_delta": mask,
+            "generation_log_probs_delta": log_probs,
             "extras_digest": digests.extras_digest(extras),
             "chain_hash": digests.chain_hash(parent.chain_hash if parent is not None else None, ids),
             "cumulative_hash": digests.cumulative_hash(np.concatenate([prefix, ids])),
@@ -268,7 +277,7 @@ def _naming(rollout_id: str, model_call_id: str) -> Iterator[None]:
     """Errors of the block say which call they are about."""
     try:
         yield
-    except InvalidStagedCall as error:
+    except (InvalidStagedCall, InvalidRoutes) as error:
         where = f"call {model_call_id!r:.80} of rollout {rollout_id!r:.80}"
         raise InvalidStagedCall(f"{where}: {error.detail}", code=error.code) from error
 

@@ -50,7 +50,7 @@ from rollout_reassembler.staging.source import StagingSource
 RowRoutes = npt.NDArray[np.int16]
 """A row's routes, int16 `[T, L, K]`; `[T, 0, 0]` where `(L, K)` is not known."""
 
-ModelShape = tuple[int, int]
+LayersAndTopK = tuple[int, int]
 """`(L, K)`: routed layers, experts a token and layer."""
 
 FAILURE_CODES = (
@@ -74,7 +74,7 @@ class _Fragment(NamedTuple):
     boundary: Routes | None
 
     @property
-    def model_shape(self) -> ModelShape:
+    def model_shape(self) -> LayersAndTopK:
         return self.rows.shape[1], self.rows.shape[2]
 
 
@@ -88,7 +88,7 @@ def assemble_routes(
     plan: RoutePlan,
     fragments: Mapping[str, bytes],
     *,
-    model_shape: ModelShape | None = None,
+    model_shape: LayersAndTopK | None = None,
     canonical_length: int | None = None,
 ) -> RowRoutes:
     """Execute one plan over encoded extras by staging key. Raises `RouteFailure`.
@@ -103,7 +103,7 @@ def assemble_group(
     source: StagingSource,
     plans: Sequence[RoutePlan],
     *,
-    model_shape: ModelShape | None = None,
+    model_shape: LayersAndTopK | None = None,
     canonical_lengths: Sequence[int] | None = None,
 ) -> list[RowRoutes | RouteFailure]:
     """Execute the plans of a group: for each its routes, or why there are none. One read for all.
@@ -123,7 +123,7 @@ def assemble_group(
     return outcomes if model_shape else _agree(outcomes)
 
 
-def sentinel_routes(length: int, model_shape: ModelShape | None = None) -> RowRoutes:
+def sentinel_routes(length: int, model_shape: LayersAndTopK | None = None) -> RowRoutes:
     """`[length, L, K]` of -1, or `[length, 0, 0]` where the shape is not known."""
     return np.full((length, *(model_shape or (0, 0))), MISSING_ROUTE, np.int16)
 
@@ -139,7 +139,7 @@ def _execute(
     source: StagingSource,
     plans: Sequence[RoutePlan],
     lengths: Sequence[int | None],
-    model_shape: ModelShape | None,
+    model_shape: LayersAndTopK | None,
 ) -> list[RowRoutes | RouteFailure]:
     """One read, then plan after plan; a fragment's bytes are given back as it is opened."""
     fragments = read_fragments(source, plans)
@@ -155,7 +155,7 @@ def _execute(
 def _assemble(
     plan: RoutePlan,
     take: Callable[[str], bytes | None],
-    model_shape: ModelShape | None,
+    model_shape: LayersAndTopK | None,
     canonical_length: int | None,
 ) -> RowRoutes:
     total = plan.expected_token_length
@@ -211,7 +211,7 @@ def _decoded(span: RouteSpan, payload: RoutesPayload) -> Routes:
     return rows
 
 
-def _check_model_shape(span: RouteSpan, fragment: _Fragment, model_shape: ModelShape | None) -> None:
+def _check_model_shape(span: RouteSpan, fragment: _Fragment, model_shape: LayersAndTopK | None) -> None:
     layers, topk = model_shape or fragment.model_shape
     for rows in (fragment.rows, fragment.boundary):
         if rows is not None and rows.shape[1:] != (layers, topk):
@@ -239,7 +239,7 @@ def _agree(outcomes: list[RowRoutes | RouteFailure]) -> list[RowRoutes | RouteFa
     return [_in_shape(outcome, (layers, topk)) for outcome in outcomes]
 
 
-def _in_shape(outcome: RowRoutes | RouteFailure, model_shape: ModelShape) -> RowRoutes | RouteFailure:
+def _in_shape(outcome: RowRoutes | RouteFailure, model_shape: LayersAndTopK) -> RowRoutes | RouteFailure:
     if isinstance(outcome, RouteFailure) or outcome.shape[1:] == model_shape:
         return outcome
     if not outcome.size:
@@ -247,7 +247,7 @@ def _in_shape(outcome: RowRoutes | RouteFailure, model_shape: ModelShape) -> Row
     return _failure("fragment_model_shape", _other_shape("the row", outcome.shape[1:], model_shape))
 
 
-def _other_shape(what: str, found: tuple[int, ...], expected: ModelShape) -> str:
+def _other_shape(what: str, found: tuple[int, ...], expected: LayersAndTopK) -> str:
     return f"{what} holds {found[0]} layers of {found[1]} experts; expected {expected[0]} of {expected[1]}"
 
 

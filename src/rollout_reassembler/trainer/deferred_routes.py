@@ -36,7 +36,7 @@ from rollout_reassembler.contract.errors import ContractError, DataPlaneError, I
 from rollout_reassembler.data_plane.base import DataPlaneClient, Tags
 from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG, RoutePlan, decode_route_plan
 from rollout_reassembler.reassembly.routes import (
-    ModelShape,
+    LayersAndTopK,
     RowRoutes,
     assemble_group,
     missing_token_count,
@@ -91,7 +91,7 @@ def execute_route_plans(
     lengths: Sequence[int],
     tags: Sequence[Tags | None],
     *,
-    model_shape: ModelShape,
+    model_shape: LayersAndTopK,
     on_failure: OnFailure = "sentinel",
     release: bool = True,
 ) -> tuple[list[RowRoutes], RouteReport]:
@@ -111,7 +111,7 @@ def settle_routes(
     lengths: Sequence[int],
     outcomes: Sequence[Outcome],
     *,
-    model_shape: ModelShape,
+    model_shape: LayersAndTopK,
     on_failure: OnFailure,
 ) -> tuple[list[RowRoutes], RouteReport]:
     """Routes for every row, `[T, L, K]` of the model's shape: as they came, or -1 throughout.
@@ -167,7 +167,7 @@ def _execute(
     client: DataPlaneClient,
     plans: Sequence[RoutePlan | InvalidRoutePlan | None],
     lengths: Sequence[int],
-    model_shape: ModelShape,
+    model_shape: LayersAndTopK,
 ) -> list[Outcome]:
     """Each row's outcome; one read for all plans of a staging partition."""
     outcomes: list[Outcome] = [plan if isinstance(plan, InvalidRoutePlan) else None for plan in plans]
@@ -203,7 +203,7 @@ def _release(
     return replace(report, unreleased=(*kept, *unreleased), release_error=release_error)
 
 
-def _checked(outcome: Outcome, length: int, model_shape: ModelShape) -> Outcome:
+def _checked(outcome: Outcome, length: int, model_shape: LayersAndTopK) -> Outcome:
     """The outcome, or a failure where its routes are not `[length, *model_shape]`; `None` where it knows none."""
     if not isinstance(outcome, np.ndarray):
         return outcome

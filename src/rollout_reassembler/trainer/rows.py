@@ -41,9 +41,10 @@ from rollout_reassembler.contract import engine_values
 from rollout_reassembler.contract.digests import Integers
 from rollout_reassembler.contract.errors import ContractError
 from rollout_reassembler.contract.messages import KVBatchMeta
+from rollout_reassembler.contract.model_shape import ModelShape
 from rollout_reassembler.contract.routed_experts import MISSING_ROUTE
 from rollout_reassembler.data_plane.base import DataPlaneClient, SampleBatch, Tags
-from rollout_reassembler.reassembly.routes import ModelShape, RowRoutes
+from rollout_reassembler.reassembly.routes import LayersAndTopK, RowRoutes
 from rollout_reassembler.reassembly.rows import (
     CANONICAL_SCHEMA,
     ROUTES_FIELD,
@@ -74,7 +75,7 @@ def iter_batches(
     loss_weight: LossWeight = "token",
     spans: bool = False,
     routes: RouteMode = "off",
-    model_shape: ModelShape | None = None,
+    model_shape: ModelShape | LayersAndTopK | None = None,
     on_failure: OnFailure = "sentinel",
     release: bool = True,
 ) -> Iterator[TrainBatch]:
@@ -82,8 +83,8 @@ def iter_batches(
 
     `rows` are sample ids of `partition_id`, or a `KVBatchMeta`, which knows both, or several of one partition.
     Give `batch_size` (rows), `max_tokens` or both; a token budget costs one more read, of the lengths. `spans`
-    reads each row's proof too. Routes need `model_shape`, the model's `(L, K)`; `on_failure` and `release` are
-    those of `execute_route_plans`.
+    reads each row's proof too. Routes need `model_shape`, a `ModelShape` or its `(layers, top_k)`; `on_failure` and
+    `release` are those of `execute_route_plans`.
 
     Raises `TypeError` or `ValueError`, before anything is read, for arguments that name no rows or no layout;
     `RowsMissing` for a row that is gone, `ContractError` for one that contradicts itself, `ValueError` for a row
@@ -100,6 +101,8 @@ def iter_batches(
     _check_choice("on_failure", on_failure, OnFailure)
     reader = None
     if routes != "off":
+        if isinstance(model_shape, ModelShape):
+            model_shape = (model_shape.layers or 0, model_shape.top_k or 0)
         if not _is_shape(model_shape):
             needed = "model_shape, the model's (layers, experts a token)"
             raise ValueError(f"routes={routes!r} needs {needed}, as (48, 8); got {model_shape!r:.80}")
@@ -136,7 +139,7 @@ def read_votes(
     )
 
 
-def _is_shape(model_shape: object) -> TypeGuard[ModelShape]:
+def _is_shape(model_shape: object) -> TypeGuard[LayersAndTopK]:
     return (
         isinstance(model_shape, Sequence)
         and len(model_shape) == 2
@@ -156,7 +159,7 @@ class _RouteReader:
 
     client: DataPlaneClient
     mode: RouteMode
-    model_shape: ModelShape
+    model_shape: LayersAndTopK
     on_failure: OnFailure
     release: bool
 
