@@ -1,4 +1,4 @@
-"""Canonical rows as a table: what is in it, and that no size of it breaks its offsets."""
+"""Canonical rows as a table and a file: what is in it, that no size breaks its offsets, that it is written whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+from rollout_reassembler import KVBatchMeta, RowsMissing
 from rollout_reassembler.trainer.exports import _offsets, export_rows, rows_table
 from tests.captures import CANONICAL, chain, finalize, memory_plane, stage
 from tests.route_captures import truth
@@ -49,3 +51,30 @@ def test_an_exported_file_reads_back_as_the_rows(tmp_path: Path) -> None:
     assert table["sample_id"].to_pylist() == group.meta.sample_ids
     assert table["input_ids"].to_pylist() == [rollout.tokens() for rollout in rollouts]
     assert table["spans"].to_pylist() == list(plane.get_data(group.meta)["spans"])
+
+
+def test_groups_with_and_without_route_plans_make_one_file(tmp_path: Path) -> None:
+    plane, metas = memory_plane(), []
+    for name in ("a", "b"):
+        made = [chain(f"{name}/r0")]
+        stage(plane, *made)
+        metas.append(finalize(plane, made, group_id=name).meta)
+    plane.put_samples(["b_g0"], CANONICAL, tags=[{"route_plan": "a plan"}])
+    assert export_rows(plane, metas, tmp_path / "rows.parquet") == 2
+    assert pq.read_table(tmp_path / "rows.parquet").to_pydict()["route_plan"] == [None, "a plan"]
+
+
+def test_a_row_that_is_missing_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    plane, made = memory_plane(), [chain("g/r0")]
+    stage(plane, *made)
+    good = finalize(plane, made).meta
+    (tmp_path / "rows.parquet").write_text("old")
+    with pytest.raises(RowsMissing, match="gone"):
+        export_rows(plane, [good, KVBatchMeta(CANONICAL, sample_ids=["gone"])], tmp_path / "rows.parquet")
+    assert (tmp_path / "rows.parquet").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]
+
+
+def test_no_group_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no group to export"):
+        export_rows(memory_plane(), [], tmp_path / "rows.parquet")

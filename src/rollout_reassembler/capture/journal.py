@@ -79,15 +79,6 @@ def append(descriptor: int, row: str) -> None:
     os.fsync(descriptor)
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names of the files in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _bytes_from(descriptor: int, offset: int) -> bytes:
     chunks = []
     while chunk := os.pread(descriptor, _CHUNK, offset):

@@ -70,6 +70,7 @@ from rollout_reassembler.capture.records import (
 from rollout_reassembler.capture.terminal import Witnesses
 from rollout_reassembler.contract.errors import LedgerConflict, RequestError, UnreadableConversation
 from rollout_reassembler.contract.records import CallRecord, RolloutReceipt
+from rollout_reassembler.data_plane.durable import sync_directory
 
 LOGGER = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class _OpenRollout:
     def append(self, descriptor: int, row: LedgerRow) -> None:
         journal.append(descriptor, row.model_dump_json(exclude_none=True))
         if not self.name_is_durable:
-            journal.sync_directory(self.path.parent)
+            sync_directory(self.path.parent)
             self.name_is_durable = True
 
 

@@ -1,10 +1,12 @@
-"""Floor 6: the `reassemble` command."""
+"""The `reassemble` command."""
 
 from __future__ import annotations
 
 from rollout_reassembler.cli.app import app
+from rollout_reassembler.cli.faults import ended_by_signals
 
 
 def main() -> None:
     """Entry point of the `reassemble` command."""
-    app()
+    with ended_by_signals():
+        app()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,16 +10,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rollout_reassembler.cli.faults import EXIT_CODES, ExitCode, complain, in_one_line
+from rollout_reassembler.contract.features import feature
+
 app = typer.Typer(
     help="Turn agent rollouts into verified training rows for reinforcement learning.\n\n"
     "Try `reassemble demo` first: a real policy, real agents, and a proof that every trained token is one the policy "
     "sampled.",
+    epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 console = Console()
-complaints = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 
 class Plane(StrEnum):
@@ -48,13 +52,25 @@ PlaneOption = Annotated[
 WorkersOption = Annotated[int, typer.Option(min=1, help="Reassembler actors (planes other than memory).")]
 
 
-def complain(message: str) -> typer.Exit:
-    """Say in one line what is wrong with how the command was called; exit code 2."""
-    complaints.print(f"reassemble: {message}")
-    return typer.Exit(2)
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from rollout_reassembler import __version__
+
+        print(f"reassemble {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def reassemble(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
 
 
 @app.command()
+@in_one_line()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for summary.json, and for the archive with --keep.")] = Path(
         "runs/demo"
@@ -71,44 +87,63 @@ def demo(
 
     Writes summary.json and exits with 1 if the proof fails.
     """
-    from rollout_reassembler.examples.demo.run import DemoSettings, run_demo
+    with feature("reassemble demo", extra="demo"):
+        from rollout_reassembler.examples.demo.run import DemoSettings, run_demo
 
     settings = DemoSettings(out=out, plane=plane.value, workers=workers, groups=groups, rollouts=rollouts, calls=calls)
     if not run_demo(settings, seed=seed, keep=keep, console=console):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command()
+@in_one_line()
 def run(
     archive: Annotated[Path, typer.Argument(help="Folder with receipts.jsonl and staged.parquet.")],
-    out: Annotated[Path, typer.Option(help="Folder for rows.parquet and groups.jsonl.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for rows.parquet, groups.jsonl and summary.json. It appears whole or not at all; one that "
+            "holds nothing else is replaced."
+        ),
+    ],
     plane: PlaneOption = Plane.memory,
     workers: WorkersOption = 2,
     pad_token_id: Annotated[int | None, typer.Option(help="Token of placeholders; the archive's by default.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(min=1, help="Longer rows are rejected.")] = None,
+    allow_rejected: Annotated[
+        bool, typer.Option("--allow-rejected", help="Exit with 0 even if every rollout was rejected; otherwise with 3.")
+    ] = False,
+    uncounted: Annotated[
+        bool,
+        typer.Option("--uncounted", help="Read receipts without their counts, of which a cut would not be noticed."),
+    ] = False,
 ) -> None:
     """Finalize an archive: prove its staged calls against its receipts and write the canonical rows as Parquet.
 
     `reassemble demo --keep` leaves an archive to try this on.
     """
-    from rollout_reassembler.cli.run import run_archive
-    from rollout_reassembler.contract.errors import BadArchive
+    with feature("reassemble run", extra="archive"):
+        from rollout_reassembler.cli.run import run_archive
 
-    try:
-        run_archive(
-            archive,
-            out,
-            plane=plane.value,
-            workers=workers,
-            pad_token_id=pad_token_id,
-            max_seq_len=max_seq_len,
-            console=console,
+    groups = run_archive(
+        archive,
+        out,
+        plane=plane.value,
+        workers=workers,
+        pad_token_id=pad_token_id,
+        max_seq_len=max_seq_len,
+        uncounted=uncounted,
+        console=console,
+    )
+    if not allow_rejected and not any(group.valid_row_count for group in groups):
+        raise complain(
+            "every rollout was rejected, so all rows are placeholders; --allow-rejected makes that exit code 0",
+            ExitCode.ALL_REJECTED,
         )
-    except BadArchive as error:
-        raise complain(str(error)) from None
 
 
 @app.command()
+@in_one_line()
 def sweep(
     address: Annotated[str, typer.Option(help="Ray cluster of the run; auto finds the one on this machine.")] = "auto",
     staging_partition: Annotated[str, typer.Option(help="The staging partition.")] = "staging",
@@ -153,6 +188,7 @@ class BenchShape(StrEnum):
 
 
 @app.command()
+@in_one_line()
 def bench(
     shape: Annotated[
         BenchShape,
@@ -189,22 +225,22 @@ def bench(
     from rollout_reassembler.cli.bench.report import print_report, write_report
     from rollout_reassembler.cli.bench.run import BenchSettings, CannotMeasure, run_bench
     from rollout_reassembler.cli.bench.shapes import SHAPES
+    from rollout_reassembler.data_plane.durable import replacing_file
 
     settings = BenchSettings(SHAPES[shape.value], plane.value, repeat=repeat, reference=reference, seed=seed)
     try:
-        with console.status("") as status:
+        with ExitStack() as writing, console.status("") as status:
+            partial = writing.enter_context(replacing_file(json_file)) if json_file is not None else None
             report = run_bench(settings, progress=status.update)
+            if partial is not None:
+                write_report(report, partial)
     except CannotMeasure as error:
         raise complain(str(error)) from None
     print_report(report, console)
-    if json_file is not None:
-        try:
-            write_report(report, json_file)
-        except OSError as error:
-            raise complain(f"{json_file}: can't be written ({error.strerror})") from None
 
 
 @app.command("mooncake-host")
+@in_one_line()
 def mooncake_host(
     master: Annotated[str, typer.Option(help="Address of the Mooncake master.")] = "127.0.0.1:50051",
     segment_size: Annotated[str, typer.Option(help="Memory to give, for example 512MiB or 64GiB.")] = "1GiB",
@@ -221,7 +257,6 @@ def mooncake_host(
     from pydantic import ValidationError
 
     from rollout_reassembler.cli.mooncake_host import parse_size, run_host
-    from rollout_reassembler.contract.errors import ReassemblerError
     from rollout_reassembler.data_plane.config import MooncakeCpuBackendConfig
 
     try:
@@ -240,19 +275,17 @@ def mooncake_host(
         raise complain(error.errors()[0]["msg"]) from None
     except ValueError as error:
         raise complain(str(error)) from None
-    try:
-        run_host(cfg, commands=commands, console=console)
-    except ReassemblerError as error:
-        complaints.print(f"reassemble: {error}")
-        raise typer.Exit(1) from None
+    run_host(cfg, commands=commands, console=console)
 
 
 @app.command()
+@in_one_line()
 def doctor() -> None:
     """Say whether this machine can run all of it: one line a requirement, with the fix. Exit code 1 if not."""
-    from rollout_reassembler.cli.doctor import examine, verdict_table
+    from rollout_reassembler.cli.doctor import examine, verdict
 
     findings = examine()
-    console.print(verdict_table(findings))
+    for finding in findings:
+        print(verdict(finding))
     if not all(finding.ok or finding.optional for finding in findings):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from rollout_reassembler.contract.features import feature
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig, MooncakeCpuBackendConfig, SimpleBackendConfig
@@ -68,8 +69,9 @@ def _finalize_here(
 
 @contextmanager
 def _open_queue(name: PlaneName, config: RolloutReassemblerActorConfig, workers: int) -> Iterator[OpenPlane]:
-    from rollout_reassembler.actors.pool import ReassemblerPool
-    from rollout_reassembler.actors.rollout_reassembler_actor import create_rollout_reassembler_actors
+    with feature(f"the {name} plane", extra="ray,mooncake" if name == "mooncake_cpu" else "ray"):
+        from rollout_reassembler.actors.pool import ReassemblerPool
+        from rollout_reassembler.actors.rollout_reassembler_actor import create_rollout_reassembler_actors
 
     dp_config = DataPlaneConfig(
         impl="transfer_queue",

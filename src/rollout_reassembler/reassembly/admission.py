@@ -24,6 +24,9 @@ from rollout_reassembler.reassembly.verify import check_receipt_state
 
 _OWN_REASONS = frozenset({"rollout_failed", "capture_poisoned", "duplicate_staging_key"})
 
+_MAX_WEIGHT_VERSION = 2**63 - 1
+"""The wire holds 64 bits without a sign; tags, exports and tensors hold int64."""
+
 
 @dataclass(frozen=True)
 class Rejection:
@@ -161,6 +164,9 @@ def admit(rollout_id: str, receipt: Any, bounds: ReceiptBounds) -> RolloutReceip
     except VerificationError as error:
         return Rejection(error.code if error.code in _OWN_REASONS else f"rebuild_failed:{error.code}", error.detail)
     for record in parsed.manifest:
+        if record.weight_version > _MAX_WEIGHT_VERSION:
+            detail = f"call {record.model_call_id!r}: weight_version {record.weight_version} does not fit int64"
+            return Rejection("invalid_receipt", detail)
         if record.staging_key != staging_key(rollout_id, record.model_call_id):
             own = record.staging_key.startswith(f"{rollout_id}/")
             reason = "staging_key_mismatch" if own else "foreign_staging_key"

@@ -7,8 +7,8 @@ The file depends on the rows alone: the same rows give the same bytes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from rollout_reassembler.contract.messages import KVBatchMeta
 from rollout_reassembler.data_plane.base import DataPlaneClient, SampleBatch
+from rollout_reassembler.data_plane.durable import replacing_file
 from rollout_reassembler.reassembly.rows import ROUTES_FIELD, SPANS_FIELD
 
 _TAG_TYPES = {
@@ -32,31 +33,28 @@ _TAG_TYPES = {
 def export_rows(dp_client: DataPlaneClient, metas: Sequence[KVBatchMeta], path: Path) -> int:
     """Read the rows that `metas` name and write them to `path`, group by group; returns how many.
 
-    Raises `RowsMissing` when some are not there. The file appears whole or not at all.
+    Raises `RowsMissing` when some are not there, `ValueError` when `metas` is empty, and `OSError` when the disk
+    refuses. The file appears whole or not at all; one that was there before is replaced, or not touched.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    if not metas:
+        raise ValueError("no group to export")
+    all_tags = [[tag or {} for tag in dp_client.get_tags(meta.sample_ids, meta.partition_id)] for meta in metas]
+    with_plans = any("route_plan" in tag for tags in all_tags for tag in tags)
     rows = 0
-    writer: pq.ParquetWriter | None = None
-    try:
-        for meta in metas:
+    with replacing_file(path) as partial, ExitStack() as closing:
+        writer: pq.ParquetWriter | None = None
+        for meta, tags in zip(metas, all_tags, strict=True):
             batch = dp_client.get_data(meta)
-            tags = dp_client.get_tags(meta.sample_ids, meta.partition_id)
-            table = rows_table(batch, [tag or {} for tag in tags])
+            table = rows_table(batch, tags, with_plans=with_plans)
             if writer is None:
-                writer = pq.ParquetWriter(partial, table.schema)
+                writer = closing.enter_context(pq.ParquetWriter(partial, table.schema))
             writer.write_table(table)
             rows += len(batch)
-    finally:
-        if writer is not None:
-            writer.close()
-    if writer is None:
-        raise ValueError("no group to export")
-    os.replace(partial, path)
     return rows
 
 
-def rows_table(batch: SampleBatch, tags: Sequence[dict[str, Any]]) -> pa.Table:
-    """The rows of one batch as an Arrow table."""
+def rows_table(batch: SampleBatch, tags: Sequence[dict[str, Any]], *, with_plans: bool = False) -> pa.Table:
+    """The rows of one batch as an Arrow table, `with_plans` with their route plans."""
     columns: dict[str, pa.Array] = {"sample_id": pa.array(batch.sample_ids, pa.string())}
     for name, column in batch.columns.items():
         if name == ROUTES_FIELD:
@@ -69,7 +67,7 @@ def rows_table(batch: SampleBatch, tags: Sequence[dict[str, Any]]) -> pa.Table:
         else:
             columns[name] = _list_array(column)
     for name, kind in _TAG_TYPES.items():
-        if name != "route_plan" or any(name in tag for tag in tags):
+        if name != "route_plan" or with_plans:
             columns[name] = pa.array([tag.get(name) for tag in tags], kind)
     return pa.table(columns)
 

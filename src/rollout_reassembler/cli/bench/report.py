@@ -20,7 +20,6 @@ PHASE_ORDER = (
 
 def write_report(report: BenchReport, path: Path) -> None:
     """The report as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n", encoding="utf-8")
 
 

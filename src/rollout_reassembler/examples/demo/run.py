@@ -34,6 +34,7 @@ from rollout_reassembler.cli.report import groups_table, rejection_counts
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
 from rollout_reassembler.contract.records import StagedCall, StageResult, staging_key
 from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.durable import replacing_file
 from rollout_reassembler.examples.demo.agents import Answer, solve
 from rollout_reassembler.examples.demo.policy import DemoPolicy
 from rollout_reassembler.examples.demo.proof import MAX_LOGPROB_ERROR, Proof, prove_rows, retokenized_rollouts
@@ -69,7 +70,7 @@ class DemoSettings:
 
 
 def run_demo(settings: DemoSettings, *, seed: int, keep: bool, console: Console) -> bool:
-    """Run the demo and write `summary.json`; whether the proof holds."""
+    """Run the demo and write `summary.json`; whether the proof holds. Raises `OSError` when `out` can't be written."""
     start = time.perf_counter()
     # The capture that is made to fail says so in the table.
     logging.getLogger("rollout_reassembler.capture").setLevel(logging.ERROR)
@@ -89,7 +90,8 @@ def run_demo(settings: DemoSettings, *, seed: int, keep: bool, console: Console)
         outcome = _run(settings, policy, plane, seed=seed, keep=keep, console=console)
     summary = {**outcome.summary, "wall_s": round(time.perf_counter() - start, 1)}
     path = settings.out / "summary.json"
-    path.write_text(json.dumps(summary, indent=2) + "\n")
+    with replacing_file(path) as partial:
+        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     for fault in outcome.faults:
         console.print(f"[red]the proof fails:[/] {fault}")
     if not outcome.faults:
