@@ -9,7 +9,9 @@
     reassembler = rr.RolloutReassembler(
         client, partition_id="train", staging_partition="staging", pad_token_id=0, max_seq_len=32768
     )
-    group = reassembler.finalize_group("g0", rollout_ids, receipts, rewards, ...)
+    group = reassembler.finalize_group(
+        "g0", rollout_ids, receipts, rewards, mask_sample=None, fallback_weight_version=3, prompt_idx=0
+    )
 
 All public names import from here:
 

@@ -9,7 +9,7 @@ acknowledged*. Nothing here knows an engine.
     prompt = [*call.prefix_token_ids, *tokenize(what_was_added)]
     answer = engine.generate(prompt)                            # meanwhile the weights became 8
     coords = recorder.complete_call(call, prompt, answer.token_ids, answer.logprobs)
-    coords.disposition, coords.weight_version                   # ("staged", 7)
+    assert (coords.disposition, coords.weight_version) == ("staged", 7)
 
 What an engine gives is judged by value, whatever type it came as (`contract.engine_values`): lists of
 Python, numpy or torch numbers, arrays and tensors of any integer or float width.

@@ -1,7 +1,7 @@
 """A gate before the writes of one process: open, or closed while somebody needs the plane to stand still.
 
     with gate.writing("put_samples", partition, keys, seconds):     # waits while the gate is closed
-        ...write...
+        write()
 
 A write that has begun is never stopped half way: whoever closes the gate waits for those inside. So
 the safe point at which writers stop is between two calls of a data-plane client. Each call is all that

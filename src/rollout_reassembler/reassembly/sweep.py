@@ -4,9 +4,9 @@ A finalized group clears its own rows. Rows stay behind where that failed (`clea
 a rollout was given up before it had a receipt, and where a worker died between staging a call and
 recording it. They are found by what they were staged under:
 
-    sweep_staging(client, "staging", rollout_ids=["g3/r1"])                       by rollout
-    sweep_staging(client, "staging", older_than_s=3600, live_rollouts=running)    by age, sparing the living
-    sweep_staging(..., dry_run=False)                                             and clear them
+    sweep_staging(client, "staging", rollout_ids=["g3/r1"])  # by rollout
+    sweep_staging(client, "staging", older_than_s=3600, live_rollouts=running)  # by age, sparing the living
+    sweep_staging(client, "staging", older_than_s=3600, live_rollouts=running, dry_run=False)  # and clear them
 
 *Live* is every rollout that may still be finalized: running ones, finished ones whose group was not
 answered, and in deferred mode those whose rows the trainer has not worked through. Rows whose tags

@@ -1,7 +1,7 @@
 """The `DataPlaneClient` on Mooncake: the TransferQueue one over another store, with checkpoints of its own.
 
-    plane = MooncakeDataPlane(cfg, bootstrap=True)       # driver: master, controller and memory hosts, as cfg says
-    plane = MooncakeDataPlane(cfg, bootstrap=False)      # actors and staging workers
+    MooncakeDataPlane(cfg, bootstrap=True)       the driver: master, controller and memory hosts, as cfg says
+    MooncakeDataPlane(cfg, bootstrap=False)      actors and staging workers
 
 What to know beyond `transfer_queue/client.py`:
 

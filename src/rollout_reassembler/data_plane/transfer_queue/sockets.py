@@ -4,14 +4,13 @@ A request goes down a blocking DEALER socket, its answer comes up the same one. 
 request they belong to, so a socket serves one call at a time, and its answers are taken in the order of the
 requests. A call that ends with an answer outstanding closes that socket: no later call meets a late answer.
 
-    with sockets.call(site, seconds) as call:                    one deadline for all of its round trips
-        numbered = call.ask(controller, …)                       a round trip
-        tagged, stored = call.send(controller, …), call.send(unit, …)
-        tagged.body(), stored.body()                             two round trips at the same time
+    call.ask(controller, …)                         a round trip
+    call.send(controller, …), call.send(unit, …)    two of them at the same time; then the body of each answer
 
 ZeroMQ never reports a lost peer, and by itself connects anew and delivers what came after a lost request.
 So a socket here lives as long as its connection: once that is lost the call ends, long before its deadline.
 And while requests wait, their peers are knocked at once a second: one that refuses connections is dead.
+All round trips of a call have one deadline.
 """
 
 from __future__ import annotations
