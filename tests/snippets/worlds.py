@@ -1,7 +1,7 @@
 """What the snippets of a page or a module find when they run: real planes, real calls, a small engine.
 
-A snippet's names are its own imports, for a docstring also the package's and its module's, and what its world gives. Worlds are
-built when a snippet runs, in a folder of its own. A page or module without a world needs none.
+A snippet's names are its own imports, for a docstring also the package's and its module's, and what its world
+gives. Worlds are built when a snippet runs, in a folder of its own. A page or module without a world needs none.
 """
 
 from __future__ import annotations
