@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"python", "sh", "text", "mermaid", "json", "toml", "yaml"}
+"""What a fence may be; directives of the documentation's builder, as `{toctree}`, apart."""
 
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _STATEMENT = re.compile(

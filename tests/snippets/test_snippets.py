@@ -82,7 +82,8 @@ def test_every_script_is_run_by_name() -> None:
 def test_nothing_in_a_fence_is_passed_over() -> None:
     lines = sum(page.read_text(encoding="utf-8").count("\n```") for page in PAGES)
     assert len(FENCES) * 2 == lines
-    assert [str(fence) for fence in FENCES if fence.language not in LANGUAGES] == []
+    unknown = [fence for fence in FENCES if fence.language not in LANGUAGES and not fence.language.startswith("{")]
+    assert list(map(str, unknown)) == []
     in_text = [str(fence) for fence in FENCES if fence.language == "text" and is_python(fence.text)]
     assert in_text == []
 

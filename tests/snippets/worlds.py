@@ -48,6 +48,10 @@ def registered() -> DataPlaneClient:
     return client
 
 
+def sink_of(client: DataPlaneClient) -> rr.StagingSink:
+    return rr.StagingSink(client, staging_partition="staging")
+
+
 def staged(client: DataPlaneClient, partition: str, *rollouts: MadeRollout) -> None:
     results = rr.StagingSink(client, staging_partition=partition).stage_all(
         [call for made in rollouts for call in made.calls]
@@ -209,6 +213,7 @@ WORLDS: dict[str, Callable[[], Names]] = {
     "rollout_reassembler.algorithms.rollouts": rollouts_world,
     "rollout_reassembler.capture.ledger": ledger_world,
     "rollout_reassembler.capture.recorder": recorder_world,
+    "rollout_reassembler.contract.model_shape": lambda: {"sink": sink_of(registered())},
     "rollout_reassembler.data_plane.base": lambda: {"client": registered(), "directory": "checkpoint"},
     "rollout_reassembler.data_plane.gate": gate_world,
     "rollout_reassembler.reassembly.reassembler": group_world,

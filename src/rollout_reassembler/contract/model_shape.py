@@ -1,7 +1,7 @@
 """What the policy can and cannot have said: values that no engine means are refused where they enter.
 
     model = ModelShape(vocab_size=151_936, layers=48, experts=128, top_k=8)
-    CallRecorder(sink, weight_version=…, model=model)        seal_call(…, model=model)
+    recorder = CallRecorder(sink, weight_version=lambda: 7, model=model)  # likewise seal_call(..., model=model)
 
 Each of these was published as valid by somebody's system, and trained on: a token id beyond the vocabulary
 (an uninitialised buffer), a log probability above 0 (another quantity), exactly -9999.0 (an engine's word for

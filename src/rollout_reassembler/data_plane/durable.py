@@ -1,8 +1,8 @@
 """Directories and files that are there whole or not at all, whenever the machine stops.
 
     with replacing_folder(Path("runs/rows"), only=["rows.parquet"]) as fresh:   # an empty folder, private, beside it
-        (fresh / "rows.parquet").write_bytes(...)                                        # runs/rows is as it was
-    ...                                                                                  # it is the new one, on disk
+        (fresh / "rows.parquet").write_bytes(b"rows")                           # runs/rows is as it was
+    assert Path("runs/rows/rows.parquet").read_bytes() == b"rows"               # it is the new one, on disk
 
 What is being written lies in a folder of its own that only this user can enter and whose name nobody can
 foresee, so no link that somebody else put there is followed. It goes when the block fails.
