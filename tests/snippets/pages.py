@@ -2,8 +2,8 @@
 
 What counts as code, so that none is passed over in silence:
 
-- In a Markdown page each fence names its language. `python` fences run in the order of their page, in one namespace;
-  one with a `title="name.py"` is a script of its own. `sh` fences are commands. `text` and pictures are neither.
+- In a Markdown page code names its language; a fence without one may not look like code. `python` fences run in the
+  order of their page, in one namespace; one with a `title="name.py"` is a script of its own. `sh` fences are commands.
 - In a docstring an indented block is code if Python can read it, and a drawing if not. A drawing may not look like
   code: a line that begins like a statement means that somebody's example is broken. Sessions (`>>>`) are doctests.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LANGUAGES = {"python", "sh", "text", "mermaid", "json", "toml", "yaml"}
+LANGUAGES = {"", "python", "sh", "text", "mermaid", "json", "toml", "yaml"}
 """What a fence may be; directives of the documentation's builder, as `{toctree}`, apart."""
 
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -84,8 +84,10 @@ def test_nothing_in_a_fence_is_passed_over() -> None:
     assert len(FENCES) * 2 == lines
     unknown = [fence for fence in FENCES if fence.language not in LANGUAGES and not fence.language.startswith("{")]
     assert list(map(str, unknown)) == []
-    in_text = [str(fence) for fence in FENCES if fence.language == "text" and is_python(fence.text)]
-    assert in_text == []
+    texts = [fence for fence in FENCES if fence.language in ("", "text")]
+    assert [str(text) for text in texts if is_python(text.text) or statement_in(text.text)] == []
+    unnamed = [text for text in texts if not text.language]
+    assert [str(text) for text in unnamed if re.search(r"^(reassemble|make) ", text.text, re.MULTILINE)] == []
 
 
 def test_nothing_in_a_docstring_is_passed_over() -> None:
