@@ -43,7 +43,7 @@ class MadeRollout:
         """One more call: `carry` tokens behind `parent` (a root for `None`), then `generated` ones."""
         prefix = self.sequences[parent.model_call_id] if parent is not None else np.empty(0, np.int64)
         ids = np.array([*carry, *generated], np.int64)
-        sampled = logprobs if logprobs is not None else [-0.5 - 0.25 * i for i in range(len(generated))]
+        sampled = logprobs if logprobs is not None else [-0.5 - 0.25 * (i % 1000) for i in range(len(generated))]
         call = seal_call(
             rollout_id=self.rollout_id,
             model_call_id=call_id or f"c{len(self.calls)}",

@@ -212,11 +212,15 @@ def test_the_fallback_stands_in_where_nothing_is_valid():
     assert plane.list_samples(CANONICAL)["g_g0"]["weight_version"] == 8
 
 
-def test_a_weight_version_of_64_bits_survives():
+def test_a_weight_version_of_63_bits_survives_and_a_larger_one_is_rejected():
     made = MadeRollout("r")
-    made.call([1], [2], weight_version=2**64 - 1)
+    made.call([1], [2], weight_version=2**63 - 1)
     answer, _, plane = finalized(made)
-    assert answer.group_min_wv == plane.list_samples(CANONICAL)["g_g0"]["weight_version"] == 2**64 - 1
+    assert answer.group_min_wv == plane.list_samples(CANONICAL)["g_g0"]["weight_version"] == 2**63 - 1
+    made = MadeRollout("r")
+    made.call([1], [2], weight_version=2**63)
+    answer, _, _ = finalized(made)
+    assert answer.rejections == {"r": "invalid_receipt"}
 
 
 # --- the answer -------------------------------------------------------------------------------------
