@@ -51,6 +51,7 @@ from rollout_reassembler.contract.errors import (
     BadArchive,
     BoundExceeded,
     CallClosed,
+    CheckpointDamaged,
     ContractError,
     DataPlaneError,
     DataPlaneTimeout,
@@ -77,6 +78,7 @@ from rollout_reassembler.contract.errors import (
     StagedRowsMissing,
     UnreadableConversation,
     VerificationError,
+    WriteFenced,
 )
 from rollout_reassembler.contract.features import feature
 from rollout_reassembler.contract.messages import (
@@ -124,6 +126,7 @@ __all__ = [
     "CaptureAdmission",
     "CaptureCounts",
     "CaptureLedger",
+    "CheckpointDamaged",
     "CommitCoords",
     "ContractError",
     "DataPlaneClient",
@@ -179,6 +182,7 @@ __all__ = [
     "UnreadableConversation",
     "VerificationError",
     "Votes",
+    "WriteFenced",
     "assert_metadata_only",
     "build_data_plane_client",
     "create_rollout_reassembler_actors",

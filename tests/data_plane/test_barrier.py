@@ -47,7 +47,7 @@ def planes(queue: PlainQueue) -> Iterator[list[Any]]:
 
 
 def writers_of(plane: Any) -> dict[str, Any]:
-    return {key: tags for key, tags in plane._gate._rows.list().items() if key != "gate"}
+    return {key: tags for key, tags in plane._gate._rows.list().items() if key.startswith("writer/")}
 
 
 def test_no_write_of_any_client_ends_within_the_block(planes: list[Any]) -> None:
@@ -86,7 +86,10 @@ def test_a_writer_that_does_not_stop_is_named_and_all_go_on(planes: list[Any], m
     planes[1]._gate._closing.clear()
     planes[1].put_samples(["x"], "p", {"step": [1]})
     with planes[1]._gate.writing("put_samples", "p", ["y"], 5):
-        with pytest.raises(DataPlaneTimeout, match="did not stop: the slow one;"), planes[0].quiesce(3.0):
+        with (
+            pytest.raises(DataPlaneTimeout, match=r"did not stop: the slow one \(alive, within a write\);"),
+            planes[0].quiesce(3.0),
+        ):
             pytest.fail("the block must not run")
         planes[2].put_samples(["z"], "p", {"step": [1]})
     with planes[0].quiesce(5):
@@ -122,7 +125,7 @@ def test_a_gate_whose_holder_died_opens(planes: list[Any]) -> None:
     assert time.monotonic() - started < 4
     with planes[2].quiesce(5):
         pass
-    assert planes[0]._gate._rows.get("gate") is None
+    assert planes[0]._gate._rows.get(["gate"])["gate"]["open"]
 
 
 def test_a_row_whose_put_is_under_way_stops_nobody(planes: list[Any]) -> None:
@@ -160,7 +163,7 @@ def test_a_checkpoint_taken_while_quiesced_does_not_come_back_quiesced(planes: l
     planes[0].put_samples(["after"], "p", {"step": [1]})
     with planes[0].quiesce(5):
         assert planes[0].load_checkpoint(str(tmp_path / "ck")) == {"n": 1}
-        assert planes[0]._gate._rows.get("gate") is not None
+        assert not planes[0]._gate._rows.get(["gate"])["gate"]["open"]
     planes[1].put_samples(["after"], "p", {"step": [2]})
     assert planes[0].get_samples(["first/0", "after"], "p")["step"].tolist() == [0, 2]
 

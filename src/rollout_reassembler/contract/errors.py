@@ -186,6 +186,10 @@ class DataPlaneTimeout(DataPlaneError, TimeoutError):
     """A data-plane call did not answer within its deadline. Whether it took effect is unknown."""
 
 
+class WriteFenced(DataPlaneTimeout):
+    """A write whose process stood still while the plane was quiesced: the rest of it was not sent. Repeat it."""
+
+
 class DataPlaneUnavailable(DataPlaneError, ConnectionError):
     """The data plane, or the part of it that holds these rows, cannot be reached."""
 
@@ -196,6 +200,10 @@ class PlaneLost(DataPlaneError):
     Nothing was published, recorded or cleared. Stage the rollouts again and send the same request; or give
     them up knowingly, by sending it with `accept_lost=True`: what is missing becomes placeholders.
     """
+
+
+class CheckpointDamaged(DataPlaneError):
+    """A file of a checkpoint is cut, changed, missing or of another checkpoint. Nothing was loaded."""
 
 
 class PartitionNotRegistered(DataPlaneError):

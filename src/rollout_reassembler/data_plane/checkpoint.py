@@ -8,7 +8,7 @@ A shard is written under a partial name, synced, and renamed. So a directory wit
 checkpoint, and each of its files names the checkpoint and the session that it belongs to: files of
 two checkpoints do not mix. Everything here is plain files; no store, no Ray, no torch.
 
-Errors of damaged files are `DataPlaneError`s and name the file and the object. A `RequestError` says
+Errors of damaged files are `CheckpointDamaged` and name the file and the object. A `RequestError` says
 that somebody asked for a file that must not be touched.
 """
 
@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from rollout_reassembler.contract.errors import DataPlaneError, RequestError
-from rollout_reassembler.data_plane.durable import sync_directory
+from rollout_reassembler.contract.errors import CheckpointDamaged, DataPlaneError, RequestError
+from rollout_reassembler.data_plane.durable import refuse_strangers, sync_directory
 
 MANIFEST = "manifest.json"
 CONTROLLER = "controller.pkl"
@@ -96,16 +96,16 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises `DataPlaneError` when there is none or it is damaged."""
+    """Raises `DataPlaneError` when there is none, `CheckpointDamaged` when it is not as it was written."""
     path = directory / MANIFEST
     if not path.is_file():
         raise DataPlaneError(f"no checkpoint at {directory}: it has no {MANIFEST}", call=_LOAD)
     digest, _, body = path.read_bytes().partition(b"\n")
     if digest.decode("ascii", "replace") != hashlib.sha256(body).hexdigest():
-        raise DataPlaneError(f"{path} is damaged or cut short; use another checkpoint", call=_LOAD)
+        raise CheckpointDamaged(f"{path} is damaged or cut short; use another checkpoint", call=_LOAD)
     content = json.loads(body)
     if content["format"] != _MANIFEST_FORMAT:
-        raise DataPlaneError(f"{path} is of another format: {content['format']!r}", call=_LOAD)
+        raise CheckpointDamaged(f"{path} is of another format: {content['format']!r}", call=_LOAD)
     files = [name for name, _ in content["shards"]]
     return Manifest(
         Checkpoint(content["checkpoint"], content["session"]),
@@ -120,21 +120,26 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Raise `DataPlaneError` unless each shard is there, whole and of this checkpoint, like the controller's state."""
+    """Raise `CheckpointDamaged` unless each shard and the controller's state are there, whole and of this checkpoint.
+
+    Raises `DataPlaneError` when other users may write the controller's state, which is a pickle.
+    """
+    for guarded in (directory, directory / MANIFEST, directory / CONTROLLER):
+        refuse_strangers(guarded)
     for name, size in manifest.shards.items():
         path = shard_path(str(directory), name)
         if not path.is_file():
-            raise DataPlaneError(f"{path} is missing; the checkpoint is not whole", call=_LOAD)
+            raise CheckpointDamaged(f"{path} is missing; the checkpoint is not whole", call=_LOAD)
         if path.stat().st_size != size:
             found = path.stat().st_size
-            raise DataPlaneError(f"{path} holds {found} bytes, the manifest says {size}", call=_LOAD)
+            raise CheckpointDamaged(f"{path} holds {found} bytes, the manifest says {size}", call=_LOAD)
         with path.open("rb") as file:
             check_shard(file, path, manifest.checkpoint)
     path = directory / CONTROLLER
     if not path.is_file():
-        raise DataPlaneError(f"{path} is missing; the checkpoint is not whole", call=_LOAD)
+        raise CheckpointDamaged(f"{path} is missing; the checkpoint is not whole", call=_LOAD)
     if sha256_of(path) != manifest.controller_sha256:
-        raise DataPlaneError(f"{path} does not hash to what the manifest says", call=_LOAD)
+        raise CheckpointDamaged(f"{path} does not hash to what the manifest says", call=_LOAD)
 
 
 def sha256_of(path: Path) -> str:
@@ -217,27 +222,29 @@ class ShardWriter:
 
 
 def check_shard(file: BinaryIO, path: Path, checkpoint: Checkpoint) -> None:
-    """Raise `DataPlaneError` unless an open shard says that it is the one of this name in this checkpoint."""
+    """Raise `CheckpointDamaged` unless an open shard says that it is the one of this name in this checkpoint."""
     file.seek(0)
     try:
         header = json.loads(file.readline(_MAX_HEADER))
         found = (header["format"], header["shard"], header["session"], header["checkpoint"])
     except (ValueError, KeyError, TypeError) as error:
-        raise DataPlaneError(f"{path} is no shard: its first line is damaged", call=_LOAD) from error
+        raise CheckpointDamaged(f"{path} is no shard: its first line is damaged", call=_LOAD) from error
     expected = (_SHARD_FORMAT, path.name, checkpoint.session, checkpoint.id)
     if found != expected:
         what = f"{path} belongs to checkpoint {found[3]!r} of session {found[2]!r} as {found[1]!r}"
-        raise DataPlaneError(f"{what}, the manifest is that of {checkpoint.id!r} of {checkpoint.session!r}", call=_LOAD)
+        raise CheckpointDamaged(
+            f"{what}, the manifest is that of {checkpoint.id!r} of {checkpoint.session!r}", call=_LOAD
+        )
 
 
 def read_object(file: BinaryIO, path: Path, saved: SavedObject) -> bytes:
-    """One object of an open shard. Raises `DataPlaneError` unless it hashes to what the manifest says."""
+    """One object of an open shard. Raises `CheckpointDamaged` unless it hashes to what the manifest says."""
     file.seek(saved.offset)
     data = file.read(saved.size)
     if len(data) != saved.size:
-        raise DataPlaneError(f"{path} ends within object {saved.name!r}", call=_LOAD)
+        raise CheckpointDamaged(f"{path} ends within object {saved.name!r}", call=_LOAD)
     if hashlib.sha256(data).hexdigest() != saved.sha256:
-        raise DataPlaneError(f"{path}: object {saved.name!r} does not hash to what the manifest says", call=_LOAD)
+        raise CheckpointDamaged(f"{path}: object {saved.name!r} does not hash to what the manifest says", call=_LOAD)
     return data
 
 

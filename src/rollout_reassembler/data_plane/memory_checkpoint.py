@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_reassembler.contract.errors import DataPlaneError
+from rollout_reassembler.contract.errors import CheckpointDamaged, DataPlaneError
 from rollout_reassembler.data_plane.durable import sync_directory
 
 _FILE = "memory_plane.rows"
@@ -50,14 +50,17 @@ def write_snapshot(directory: Path, snapshot: Mapping[str, Any], metadata: Mappi
 
 
 def read_snapshot(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The snapshot and its metadata. Raises `DataPlaneError` when there is none or it is damaged."""
+    """The snapshot and its metadata.
+
+    Raises `DataPlaneError` when there is none, `CheckpointDamaged` when it is cut or changed.
+    """
     path = directory / _FILE
     if not path.is_file():
         raise DataPlaneError(f"no checkpoint of a memory plane at {path}", call="load_checkpoint")
     content = path.read_bytes()
     body = memoryview(content)[_PREFIX:]
     if content[:_PREFIX] != _MAGIC + hashlib.sha256(body).digest():
-        raise DataPlaneError(f"{path} is damaged or cut short; use another checkpoint", call="load_checkpoint")
+        raise CheckpointDamaged(f"{path} is damaged or cut short; use another checkpoint", call="load_checkpoint")
     offset = 8 + int.from_bytes(body[:8], "little")
     index = json.loads(bytes(body[8:offset]))
     for partition in index["partitions"].values():

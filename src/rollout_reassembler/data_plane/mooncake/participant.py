@@ -8,7 +8,7 @@
 
 Commands and answers are metadata; objects go between memory and file within this process. A command
 of another session than the one that the owner serves is refused, like one that names a file outside
-of the checkpoint's folder (`RequestError`). Damaged files and lost objects are `DataPlaneError`s.
+of the checkpoint's folder (`RequestError`). Damaged files are `CheckpointDamaged`, lost objects are a `DataPlaneError`.
 """
 
 from __future__ import annotations

@@ -119,9 +119,12 @@ class MooncakeValues:
                 with self._counting:
                     self._running -= 1
 
+        call.require_lease()
         done = self._threads.submit(counted)
         try:
-            return call.wait_for(done, self._master)
+            result = call.wait_for(done, self._master)
+            call.answered()
+            return result
         finally:
             # What has not begun when its call ends must not be done behind it.
             done.cancel()

@@ -3,25 +3,41 @@
     metadata.json           that the values are here, and the caller's metadata
     controller_state.pkl    keys, tags, which columns each row holds, who claimed it
     simple_storage/         one pickle a storage unit, and which unit is which
+    manifest.json           size and SHA-256 of all of these, written last
 
 The processes write their parts themselves. The directory takes its final name only when all of them
 have: a crash leaves the last checkpoint, under its name or under `<name>.old`.
+
+Loading is all or nothing. Every file is checked before any process reads one. The parts replace each
+other's state one after another; so a queue that holds rows first writes what it holds to
+`<name>.before`, and gets it back when a part fails.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transfer_queue.utils.zmq_utils import ZMQRequestType
 
+from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.durable import mend, new_directory, put_in_place
+from rollout_reassembler.data_plane.file_manifest import FILE_MANIFEST, check_file_manifest, write_file_manifest
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
-from rollout_reassembler.data_plane.transfer_queue.epoch import marked_while_saved, renewed_by_load, write_mark
-from rollout_reassembler.data_plane.transfer_queue.sockets import Call, all_bodies
+from rollout_reassembler.data_plane.transfer_queue.epoch import (
+    marked_while_saved,
+    new_epoch,
+    read_epoch,
+    renewed_by_load,
+    write_epoch,
+    write_mark,
+)
+from rollout_reassembler.data_plane.transfer_queue.sockets import Call, Refusal, all_bodies
 
+_FORMAT = "rollout-reassembler queue 1"
 _METADATA = "metadata.json"
 _CONTROLLER = "controller_state.pkl"
 _UNITS = "simple_storage"
@@ -32,7 +48,20 @@ def save_queue(
     call: Call, controller: Peer, units: Sequence[Peer], directory: Path, metadata: Mapping[str, Any]
 ) -> None:
     """Write a checkpoint, in place of the one that is there."""
-    partial = new_directory(directory)
+    try:
+        partial = new_directory(directory)
+    except OSError as error:
+        raise call.site.failed(f"{directory} can't be written: {error.strerror}") from error
+    try:
+        _save_parts(call, controller, units, partial, metadata)
+        put_in_place(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _save_parts(
+    call: Call, controller: Peer, units: Sequence[Peer], partial: Path, metadata: Mapping[str, Any]
+) -> None:
     save_controller(call, controller, partial / _CONTROLLER)
     (partial / _UNITS).mkdir()
     saved = [
@@ -47,22 +76,78 @@ def save_queue(
     which = [{"position": position, "storage_unit_id": unit.id} for position, unit in enumerate(units)]
     (partial / _UNITS / _WHICH_UNIT).write_text(json.dumps(which))
     (partial / _METADATA).write_text(json.dumps({"storage_saved": True, "user_metadata": dict(metadata)}))
-    put_in_place(partial, directory)
+    write_file_manifest(partial, _FORMAT)
 
 
-def load_queue(call: Call, controller: Peer, units: Sequence[Peer], directory: Path) -> dict[str, Any]:
-    """Replace the queue's state with a checkpoint's; its metadata. Raises `DataPlaneError` when there is none."""
+def load_queue(
+    call: Call, controller: Peer, units: Sequence[Peer], directory: Path, *, holds_rows: bool
+) -> dict[str, Any]:
+    """Replace the queue's state with a checkpoint's; its metadata. A queue that holds rows gets them back on failure.
+
+    Raises `CheckpointDamaged` for a file that is not as it was written, `DataPlaneError` when there is no checkpoint,
+    it does not fit the queue, or a part of the queue cannot load it. The queue is as it was then, unless the error
+    says otherwise.
+    """
     mend(directory)
-    if not (directory / _METADATA).is_file():
+    if not (directory / _METADATA).is_file() and not (directory / FILE_MANIFEST).is_file():
         raise call.site.failed(f"no checkpoint of a queue at {directory}")
+    check_file_manifest(directory, _FORMAT)
     content = json.loads((directory / _METADATA).read_text())
-    if not content["storage_saved"]:
-        raise call.site.failed(f"the checkpoint at {directory} holds no values, only the controller's state")
     which = json.loads((directory / _UNITS / _WHICH_UNIT).read_text())
     if len(which) != len(units):
         raise call.site.failed(f"the checkpoint is of {len(which)} storage units, the queue has {len(units)}")
-    # From the first unit on, rows that were staged before may be gone.
+    if holds_rows:
+        _load_over(call, controller, units, directory)
+    else:
+        _load_into_empty(call, controller, units, directory)
+    metadata: dict[str, Any] = content["user_metadata"]
+    return metadata
+
+
+def _load_into_empty(call: Call, controller: Peer, units: Sequence[Peer], directory: Path) -> None:
     write_mark(call, controller)
+    try:
+        _load_parts(call, controller, units, directory)
+    except (DataPlaneError, Refusal):
+        with call.again() as second_call:
+            write_epoch(second_call, controller, new_epoch())
+        raise
+
+
+def _load_over(call: Call, controller: Peer, units: Sequence[Peer], directory: Path) -> None:
+    """Load into a queue whose state must not be lost when that fails."""
+    before = directory.with_name(f"{directory.name}.before")
+    try:
+        shutil.rmtree(before, ignore_errors=True)
+        before.mkdir(mode=0o700)
+    except OSError as error:
+        what = f"the queue holds rows, which are kept in {before} while it loads; that can't be written"
+        raise call.site.failed(f"{what}: {error.strerror}") from error
+    is_lost = False
+    try:
+        _save_parts(call, controller, units, before, {})
+        epoch = read_epoch(call, controller)
+        # From the first unit on, rows that were staged before may be gone.
+        write_mark(call, controller)
+        try:
+            _load_parts(call, controller, units, directory)
+        except (DataPlaneError, Refusal) as error:
+            try:
+                with call.again() as second_call:
+                    _load_parts(second_call, controller, units, before)
+                    write_epoch(second_call, controller, epoch)
+            except (DataPlaneError, Refusal) as second:
+                is_lost = True
+                what = f"the queue is partly loaded, and could not be set back ({second}); restart it. What it held"
+                raise call.site.failed(f"{what} is in {before}. It failed because: {error}") from error
+            raise
+    finally:
+        if not is_lost:
+            shutil.rmtree(before, ignore_errors=True)
+
+
+def _load_parts(call: Call, controller: Peer, units: Sequence[Peer], directory: Path) -> None:
+    which = json.loads((directory / _UNITS / _WHICH_UNIT).read_text())
     loaded = [
         call.send(
             units[saved["position"]],
@@ -73,8 +158,6 @@ def load_queue(call: Call, controller: Peer, units: Sequence[Peer], directory: P
     ]
     _require_success(call, all_bodies(loaded))
     load_controller(call, controller, directory / _CONTROLLER)
-    metadata: dict[str, Any] = content["user_metadata"]
-    return metadata
 
 
 def save_controller(call: Call, controller: Peer, path: Path) -> None:

@@ -20,9 +20,14 @@ What to know beyond `base.py`:
 from __future__ import annotations
 
 import json
+<<<<<<< HEAD
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+=======
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+>>>>>>> 3812110 (A write that stood still over a quiesced block is fenced by the gate's id; queue checkpoints load all or nothing)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +123,7 @@ class TransferQueueDataPlane:
         site = CallSite("register_partition", partition_id)
         if self._registered(site) is None:
             tags = [{_SCHEMA_TAG: _schema_to_json(schema)}]
-            with self._writing(site), self._call(site, self._deadlines.metadata) as call:
+            with self._writing(site, self._deadlines.metadata) as call:
                 self._rows.put(call, _REGISTRY, [partition_id], {}, tags)
         # Read back, since another process may have registered it at the same time: all must agree with what stayed.
         existing = self._registered(site)
@@ -146,7 +151,7 @@ class TransferQueueDataPlane:
         if not columns and new_tags is None:
             raise ValueError("a put writes columns, tags, or both; got neither")
         values = {name: to_queue(column, self._cells) for name, column in columns.items()}
-        with self._writing(site), self._call(site, self._deadlines.write) as call:
+        with self._writing(site, self._deadlines.write) as call:
             self._rows.put(call, partition_id, keys, values, new_tags)
         return KVBatchMeta(partition_id=partition_id, sample_ids=keys, fields=list(columns) or None, tags=new_tags)
 
@@ -210,7 +215,7 @@ class TransferQueueDataPlane:
         site = CallSite("clear_samples", partition_id, keys)
         self._schema(site)
         if keys:
-            with self._writing(site), self._call(site, self._deadlines.clear) as call:
+            with self._writing(site, self._deadlines.clear) as call:
                 self._rows.clear(call, partition_id, keys)
 
     def claim_meta(
@@ -220,7 +225,7 @@ class TransferQueueDataPlane:
         names = selected_fields(required_fields, self._schema(site), partition_id)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        with self._writing(site), self._call(site, self._deadlines.metadata) as call:
+        with self._writing(site, self._deadlines.metadata) as call:
             keys, tags = self._rows.claim(call, partition_id, task_name, names, batch_size)
         return KVBatchMeta(partition_id=partition_id, task_name=task_name, sample_ids=keys, fields=names, tags=tags)
 
@@ -279,9 +284,13 @@ class TransferQueueDataPlane:
     def _call(self, site: CallSite, seconds: float) -> AbstractContextManager[Call]:
         return self._rows.sockets.call(site, seconds)
 
-    def _writing(self, site: CallSite) -> AbstractContextManager[None]:
-        """Held while a write is under way; waits while the plane is quiesced."""
-        return self._gate.writing(site.call, site.partition, site.keys, self._deadlines.quiesced)
+    @contextmanager
+    def _writing(self, site: CallSite, seconds: float) -> Iterator[Call]:
+        """A call that writes, for at most `seconds` once it has begun; waits before while the plane is quiesced."""
+        entered = self._gate.writing(site.call, site.partition, site.keys, self._deadlines.quiesced)
+        with entered as lease, self._call(site, seconds) as call:
+            call.lease = lease
+            yield call
 
     def _schema(self, site: CallSite) -> dict[str, FieldSpec]:
         """The partition's columns; asked for once, they never change."""
@@ -315,9 +324,9 @@ class _GateRows:
         with self._call() as call:
             self._rows.put(call, GATE_PARTITION, [key], {}, [tags])
 
-    def get(self, key: str) -> Tags | None:
+    def get(self, keys: Sequence[str]) -> dict[str, Tags]:
         with self._call() as call:
-            return self._rows.tags(call, GATE_PARTITION, [key]).get(key)
+            return self._rows.tags(call, GATE_PARTITION, list(keys))
 
     def list(self) -> dict[str, Tags]:
         with self._call() as call:

@@ -40,6 +40,7 @@ from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, fiel
 OWNER = "__owner__"
 """The column that says whose row it is: partition and key."""
 
+_OWN_PARTITIONS = "rollout_reassembler."
 _SET_ASIDE = "rollout_reassembler.set_aside"
 _SET_ASIDE_AT_ONCE = 8192
 
@@ -185,7 +186,9 @@ class QueueRows:
 
     def load(self, call: Call, directory: Path) -> dict[str, Any]:
         """Replace the whole queue with a checkpoint; its metadata."""
-        return load_queue(call, self.controller, self._units(), directory)
+        names = (name for name in self.partitions(call) if not name.startswith(_OWN_PARTITIONS))
+        holds_rows = any(self.list_all(call, name) for name in names)
+        return load_queue(call, self.controller, self._units(), directory, holds_rows=holds_rows)
 
     def begin_epoch(self, call: Call) -> None:
         """Give a queue that was just started its epoch."""

@@ -23,9 +23,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 import zmq
@@ -176,12 +176,22 @@ class _Line:
         return int(events)
 
 
+class Lease(Protocol):
+    """What lets a write send: see `WriteLease` in `barrier.py`."""
+
+    def before_message(self) -> None: ...
+
+    def after_answers(self) -> None: ...
+
+
 class Call:
     """One data-plane call: its round trips, under one deadline. Belongs to the thread that made it."""
 
     def __init__(self, sockets: QueueSockets, site: CallSite, seconds: float) -> None:
         self.site = site
         self.lines: dict[Peer, _Line] = {}
+        self.lease: Lease | None = None
+        """That of a call which writes."""
         self._sockets = sockets
         self._seconds = seconds
         self._started = self._knocked = time.monotonic()
@@ -195,14 +205,29 @@ class Call:
         line = self.lines.get(peer)
         if line is None:
             line = self.lines[peer] = self._sockets.open(peer)
-        message = ZMQMessage.create(request, self._sockets.name, body, receiver_id=peer.id)
+        frames = ZMQMessage.create(request, self._sockets.name, body, receiver_id=peer.id).serialize()
         reply = Reply(self, line, request)
+        self.require_lease()
         line.outstanding.append(reply)
         try:
-            line.dealer.send_multipart(message.serialize(), zmq.NOBLOCK, copy=False)
+            line.dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again as error:
             raise self._lost(peer) from error
         return reply
+
+    def require_lease(self) -> None:
+        """Before each step of a write that others may see. Raises `WriteFenced`."""
+        if self.lease is not None:
+            self.lease.before_message()
+
+    def answered(self) -> None:
+        """After the answer to such a step."""
+        if self.lease is not None and not any(line.outstanding for line in self.lines.values()):
+            self.lease.after_answers()
+
+    def again(self) -> AbstractContextManager[Call]:
+        """A call with as much time of its own, for what must be done although this one failed."""
+        return self._sockets.call(self.site, self._seconds)
 
     def ask(self, peer: Peer, request: ZMQRequestType, body: dict[str, Any]) -> dict[str, Any]:
         """The body of the answer to a request. Raises `Refusal`."""
@@ -261,6 +286,7 @@ class Reply:
         assert outstanding[0] is self, "answers are taken in the order of their requests"
         frames = self._call.receive(self._line)
         outstanding.popleft()
+        self._call.answered()
         try:
             answer = ZMQMessage.deserialize(frames)
         except ValueError as error:
