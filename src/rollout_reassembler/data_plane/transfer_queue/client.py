@@ -20,14 +20,9 @@ What to know beyond `base.py`:
 from __future__ import annotations
 
 import json
-<<<<<<< HEAD
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-=======
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
->>>>>>> 3812110 (A write that stood still over a quiesced block is fenced by the gate's id; queue checkpoints load all or nothing)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
