@@ -13,6 +13,7 @@ from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.reassembly.reassembler import RolloutReassembler
 from rollout_reassembler.reassembly.rows import register_canonical_partition
+from rollout_reassembler.staging.places import is_place
 from rollout_reassembler.staging.schema import register_staging_partition
 from rollout_reassembler.staging.sink import StagingSink
 
@@ -128,5 +129,40 @@ def finalize(
     )
 
 
-def staged_keys(plane: DataPlaneClient) -> set[str]:
+def staged_places(plane: DataPlaneClient) -> set[str]:
     return set(plane.list_samples(STAGING))
+
+
+def staged_keys(plane: DataPlaneClient) -> set[str]:
+    """The staging keys of what is staged, whatever the bytes are."""
+    return {staging_key_of(key) for key in staged_places(plane)}
+
+
+def staging_key_of(place: str) -> str:
+    return place.rpartition("#")[0] if is_place(place) else place
+
+
+def place_in(plane: DataPlaneClient, key: str) -> str:
+    """The place of the one call that is staged under a staging key."""
+    (found,) = [place for place in staged_places(plane) if staging_key_of(place) == key]
+    return found
+
+
+def at_places(*keys: str) -> Matching:
+    """Equal to a sequence of places with these staging keys."""
+    return Matching(keys)
+
+
+class Matching:
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = tuple(keys)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._keys == tuple(
+            staging_key_of(key) for key in other if is_place(key)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"at_places{self._keys}"

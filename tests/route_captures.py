@@ -20,6 +20,7 @@ from rollout_reassembler.contract.routed_experts import (
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.reassembly.route_plan import RoutePlan, plan_routes
 from rollout_reassembler.reassembly.verify import LinearizedRow, verify_and_linearize
+from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.routes import route_shape
 from rollout_reassembler.staging.sink import StagingSink
 from rollout_reassembler.staging.source import StagingSource
@@ -123,19 +124,19 @@ def stage(plane: DataPlaneClient, *rollouts: MadeRollout) -> None:
 
 def proven(plane: DataPlaneClient, rollout: MadeRollout) -> LinearizedRow:
     receipt = parse_receipt(rollout.receipt())
-    fetched = StagingSource(plane, staging_partition=STAGING).fetch_packed([r.staging_key for r in receipt.manifest])
-    return verify_and_linearize(receipt, [fetched.calls[record.staging_key] for record in receipt.manifest])
+    fetched = StagingSource(plane, staging_partition=STAGING).fetch_packed([place_of(r) for r in receipt.manifest])
+    return verify_and_linearize(receipt, [fetched.calls[place_of(record)] for record in receipt.manifest])
 
 
 def planned(plane: DataPlaneClient, rollout: MadeRollout) -> RoutePlan:
-    keys = [call.staging_key for call in rollout.calls]
+    keys = [place_of(call) for call in rollout.calls]
     return plan_routes(proven(plane, rollout), staging_partition=STAGING, cleanup_keys=keys)
 
 
 def fragments(*rollouts: MadeRollout) -> dict[str, bytes]:
     """The encoded extras of these rollouts' calls, as a read of staging gives them."""
     return {
-        call.staging_key: encode_extras(call.extras) if call.extras is not None else b""
+        place_of(call): encode_extras(call.extras) if call.extras is not None else b""
         for rollout in rollouts
         for call in rollout.calls
     }

@@ -101,6 +101,7 @@ from rollout_reassembler.reassembly.route_plan import RoutePlan
 from rollout_reassembler.reassembly.rows import FinalizedRollout, register_canonical_partition
 from rollout_reassembler.reassembly.sweep import SweepReport, sweep_staging
 from rollout_reassembler.reassembly.verify import LinearizedRow, verify_and_linearize
+from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.schema import register_staging_partition
 from rollout_reassembler.staging.sink import StagingSink
 from rollout_reassembler.staging.source import StagingSource
@@ -191,6 +192,7 @@ __all__ = [
     "execute_route_plans",
     "iter_batches",
     "parse_receipt",
+    "place_of",
     "read_votes",
     "register_canonical_partition",
     "register_staging_partition",

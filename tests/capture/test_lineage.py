@@ -33,6 +33,7 @@ def test_three_turns_are_one_chain_of_three_calls(world: World) -> None:
     c = world.call([*b.messages, user("t")], "c", carry=[5], generated=[6])
     assert [x.admission.resolution for x in (a, b, c)] == ["root", "resolved", "resolved"]
     assert c.admission.staging_chain == tuple(f"r/{x.id}" for x in (a, b))
+    assert c.admission.staging_digests == (a.coords.digest, b.coords.digest)
     assert [x.coords.cum_len for x in (a, b, c)] == [2, 4, 6]
     receipt = world.receipt()
     assert (receipt.terminal_model_call_id, receipt.capture_poisoned) == (c.id, False)

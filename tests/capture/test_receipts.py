@@ -27,7 +27,7 @@ def _as_reference(receipt: RolloutReceipt) -> ReferenceReceipt:
 
 def _linearized(world: World, receipt: RolloutReceipt) -> Any:
     """The row that the reference release makes of what was captured."""
-    staged = world.source.fetch([record.staging_key for record in receipt.manifest])
+    staged = world.source.fetch(receipt.manifest)
     snapshots = [StagedCallSnapshot.model_validate(call.model_dump(mode="json")) for call in staged]
     return reference_verify(_as_reference(receipt), snapshots)
 

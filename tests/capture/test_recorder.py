@@ -15,7 +15,7 @@ from rollout_reassembler.capture import CallClosed, CallRecorder, CaptureAdmissi
 from rollout_reassembler.capture.prefixes import PrefixCache
 from rollout_reassembler.contract.errors import DataPlaneTimeout, StagedRowsMissing
 from rollout_reassembler.contract.model_shape import ModelShape
-from rollout_reassembler.contract.records import StagedCall, StageResult
+from rollout_reassembler.contract.records import StagedCall, StagedReference, StageResult
 from tests.capture.world import World, user
 
 ROOT = CaptureAdmission(rollout_id="r", model_call_id="a", resolution="root")
@@ -36,15 +36,15 @@ class ListSink:
 
 
 class BrokenSource:
-    def fetch(self, keys: list[str], /) -> list[StagedCall]:
-        raise DataPlaneTimeout("no answer", call="get_samples", keys=keys, seconds=30.0)
+    def fetch(self, wanted: list[StagedReference], /) -> list[StagedCall]:
+        raise DataPlaneTimeout("no answer", call="get_samples", keys=[one.staging_key for one in wanted], seconds=30.0)
 
 
 class ListSource:
     def __init__(self, calls: list[StagedCall]) -> None:
         self.calls = calls
 
-    def fetch(self, keys: list[str], /) -> list[StagedCall]:
+    def fetch(self, wanted: list[StagedReference], /) -> list[StagedCall]:
         return self.calls
 
 
@@ -57,6 +57,7 @@ def _child_of(parent: StagedCall) -> CaptureAdmission:
         prev_len=parent.cum_len,
         parent_chain_hash=parent.chain_hash,
         staging_chain=(parent.staging_key,),
+        staging_digests=(parent.digest,),
     )
 
 
@@ -269,7 +270,7 @@ def test_a_source_that_raises_something_untyped_fails_the_capture_of_that_call(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Source:
-        def fetch(self, keys: list[str], /) -> list[StagedCall]:
+        def fetch(self, wanted: list[StagedReference], /) -> list[StagedCall]:
             raise ZeroDivisionError("a bug in the source")
 
     sink = ListSink()
@@ -426,8 +427,8 @@ def test_the_deltas_of_a_chain_are_the_last_prompt_and_generation(
     sink = ListSink()
 
     class Source:
-        def fetch(self, keys: list[str], /) -> list[StagedCall]:
-            return [next(call for call in sink.staged if call.staging_key == key) for key in keys]
+        def fetch(self, wanted: list[StagedReference], /) -> list[StagedCall]:
+            return [next(call for call in sink.staged if call.digest == one.digest) for one in wanted]
 
     recorder = _recorder(sink, source=Source(), max_cached_tokens=cached)
     so_far: list[int] = []
@@ -443,6 +444,7 @@ def test_the_deltas_of_a_chain_are_the_last_prompt_and_generation(
                 prev_len=parent.cum_len if parent else 0,
                 parent_chain_hash=parent.chain_hash if parent else None,
                 staging_chain=chain,
+                staging_digests=tuple(call.digest for call in sink.staged),
             )
         )
         assert call.prefix_token_ids.tolist() == so_far

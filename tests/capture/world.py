@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rollout_reassembler.capture import CallRecorder, CaptureAdmission, CaptureLedger, CommitCoords
-from rollout_reassembler.contract.records import CallRecord, RolloutReceipt, StagedCall
+from rollout_reassembler.contract.records import CallRecord, RolloutReceipt, StagedCall, StagedReference
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.staging.schema import register_staging_partition
 from rollout_reassembler.staging.sink import StagingSink
@@ -97,4 +97,4 @@ class World:
 
     def staged(self, exchange: Exchange) -> StagedCall:
         assert exchange.coords.staging_key is not None
-        return self.source.fetch([exchange.coords.staging_key])[0]
+        return self.source.fetch([StagedReference(exchange.coords.staging_key, exchange.coords.digest)])[0]

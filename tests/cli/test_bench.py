@@ -25,6 +25,7 @@ from rollout_reassembler.cli.bench.run import BenchSettings, CannotMeasure, firs
 from rollout_reassembler.cli.bench.shapes import SHAPES, Shape, make_group
 from rollout_reassembler.contract.errors import DataPlaneUnavailable
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
+from rollout_reassembler.staging.places import place_of
 from tests.captures import chain, memory_plane, registered, stage
 
 TINY = Shape("small", rollouts=3, calls=2, prompt=5, tool=3, generated=4)
@@ -76,7 +77,7 @@ def test_the_counter_tells_routes_from_tokens_and_names_what_it_does_not_expect(
     made = chain("r")
     stage(plane, made)
     client, counter = counted(plane, staging_partition="staging", partition_id="canonical")
-    keys = [call.staging_key for call in made.calls]
+    keys = [place_of(call) for call in made.calls]
     client.get_samples(keys, "staging", ["extras"])
     client.get_samples(keys, "staging", ["call"])
     client.list_samples("staging")
@@ -162,7 +163,7 @@ def test_a_group_that_is_rejected_stops_the_bench():
     plane = registered(MemoryDataPlane())
     arm, group = OursArm(plane), make_group(TINY)
     arm.stage(group)
-    plane.clear_samples([group.all_calls[0].staging_key], STAGING)
+    plane.clear_samples([place_of(group.all_calls[0])], STAGING)
     with pytest.raises(RuntimeError, match="missing_staging_row"):
         arm.finalize(group, "g")
 

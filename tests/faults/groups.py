@@ -15,7 +15,7 @@ import numpy as np
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.trainer.rows import iter_batches
-from tests.captures import CANONICAL, PAD, STAGING, MadeRollout, chain, memory_plane, reassembler
+from tests.captures import CANONICAL, PAD, STAGING, MadeRollout, chain, memory_plane, place_in, reassembler
 from tests.reassembly.contents import RECORDS
 from tests.route_captures import Turn
 from tests.route_captures import made as routed
@@ -77,7 +77,7 @@ class Group:
     def stage(self, plane: DataPlaneClient) -> None:
         stage_rollouts(plane, *self.rollouts)
         if self.kind == "garbled row":
-            plane.put_samples([f"{self.group_id}/r1/c0"], STAGING, {"call": [b"garbage"]})
+            plane.put_samples([place_in(plane, f"{self.group_id}/r1/c0")], STAGING, {"call": [b"garbage"]})
 
     def finalize(self, plane: DataPlaneClient) -> FinalizedGroup:
         """The answer, without the timings of this run."""

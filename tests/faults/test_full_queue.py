@@ -11,6 +11,7 @@ import pytest
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.reassembly.sweep import sweep_staging
+from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.sink import StagingSink
 from rollout_reassembler.staging.source import StagingSource
 from tests.captures import CANONICAL, STAGING, chain, registered, stage
@@ -66,7 +67,7 @@ def test_calls_that_find_no_room_say_so_and_the_others_are_durable(full_plane: D
     results = {}
 
     def run(call):
-        results[call.staging_key] = sink.stage(call)
+        results[place_of(call)] = sink.stage(call)
 
     threads = [threading.Thread(target=run, args=(call,)) for call in calls]
     started = time.monotonic()
@@ -81,6 +82,6 @@ def test_calls_that_find_no_room_say_so_and_the_others_are_durable(full_plane: D
     source = StagingSource(full_plane, staging_partition=STAGING)
     assert len(source.fetch(durable)) == len(durable)
     full_plane.clear_samples(durable, STAGING)
-    left = [call for call in calls if call.staging_key not in durable]
+    left = [call for call in calls if place_of(call) not in durable]
     assert all(result.ok for result in sink.stage_all(left))
-    assert len(source.fetch([call.staging_key for call in left])) == len(left)
+    assert len(source.fetch([place_of(call) for call in left])) == len(left)

@@ -8,6 +8,7 @@ import pytest
 
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.reassembly.sweep import sweep_staging
+from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.source import StagingSource
 from tests.captures import STAGING, chain, finalize, stage
 from tests.data_plane.plain_queue import PlainQueue
@@ -53,7 +54,7 @@ def test_acknowledged_rows_outlive_their_stager_and_a_sweep_clears_what_is_left(
             assert len(again.said[1:]) == CALLS, "a stager that starts over mends what the dead one left"
             assert len(source.fetch_packed(again.said[1:]).calls) == CALLS
             sweep_staging(plane, STAGING, rollout_ids=rollout_ids, dry_run=False)
-        assert plane.list_samples(STAGING).keys() == {call.staging_key for call in living.calls}
+        assert plane.list_samples(STAGING).keys() == {place_of(call) for call in living.calls}
     assert finalize(plane, [living]).valid_row_count == 1
     seen["staging left"] = len(plane.list_samples(STAGING))
     print(f"\nkilled while they staged {CALLS} calls: {seen}")

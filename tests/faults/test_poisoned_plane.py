@@ -14,6 +14,7 @@ from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.reassembly.sweep import sweep_staging
 from rollout_reassembler.staging.codec import pack_call
+from rollout_reassembler.staging.places import place_of
 from tests.captures import PAD, STAGING, MadeRollout, chain, finalize, stage, staged_keys
 from tests.faults.raw_queue import raw_put
 from tests.reassembly.contents import RECORDS, published
@@ -30,22 +31,22 @@ Poison = Callable[[DataPlaneClient, MadeRollout], None]
 
 def overwritten(**fields: Any) -> Poison:
     """The second call's row, with these columns written over its own."""
-    return lambda plane, made: raw_put(plane, made.calls[1].staging_key, fields)
+    return lambda plane, made: raw_put(plane, place_of(made.calls[1]), fields)
 
 
 def replaced(fields: dict[str, Any] | None) -> Poison:
     """The second call's row, gone and made anew with these columns alone; with `None`, listed and never written."""
 
     def poison(plane: DataPlaneClient, made: MadeRollout) -> None:
-        plane.clear_samples([made.calls[1].staging_key], STAGING)
-        raw_put(plane, made.calls[1].staging_key, fields, {})
+        plane.clear_samples([place_of(made.calls[1])], STAGING)
+        raw_put(plane, place_of(made.calls[1]), fields, {})
 
     return poison
 
 
 def anothers_value(plane: DataPlaneClient, made: MadeRollout) -> None:
     other = chain("another")
-    plane.put_samples([made.calls[1].staging_key], STAGING, {"call": [pack_call(other.calls[1])]})
+    plane.put_samples([place_of(made.calls[1])], STAGING, {"call": [pack_call(other.calls[1])]})
 
 
 def value(content: object) -> NonTensorStack:
@@ -105,21 +106,21 @@ TAGS = {
 def test_poisoned_tags_stop_neither_a_cleanup_nor_a_sweep(plane: DataPlaneClient, tags: dict[str, Any]) -> None:
     good, lost, stray = chain("good"), chain("lost"), chain("stray")
     stage(plane, good, lost, stray)
-    raw_put(plane, stray.calls[0].staging_key, None, tags)
+    raw_put(plane, place_of(stray.calls[0]), None, tags)
     answer = finalize(plane, [good, lost], receipts=[good.receipt(), None])
     assert answer.rejections == {"lost": "missing_receipt"}
     assert answer.cleanup_pending == ()
     swept = sweep_staging(plane, STAGING, older_than_s=0, live_rollouts=["stray"], dry_run=False)
     assert swept.keys == []
     swept = sweep_staging(plane, STAGING, older_than_s=0, untagged_after_s=0, dry_run=False)
-    assert swept.untagged == [stray.calls[0].staging_key]
+    assert swept.untagged == [place_of(stray.calls[0])]
     assert staged_keys(plane) == set()
 
 
 def test_a_row_without_tags_is_proven_by_its_bytes(plane: DataPlaneClient) -> None:
     made = chain("r")
     plane.put_samples(
-        [call.staging_key for call in made.calls],
+        [place_of(call) for call in made.calls],
         STAGING,
         {"call": [pack_call(call) for call in made.calls], "extras": [b""] * 3},
     )

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from rollout_reassembler.contract.records import StagedCall
 from rollout_reassembler.data_plane.config import Deadlines
+from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.sink import StagingSink
 from tests.captures import STAGING, chain
 from tests.data_plane.plain_queue import PlainQueue
@@ -90,7 +91,7 @@ class Stage:
         def stage(call: StagedCall) -> None:
             result = sink.stage(call)
             assert result.ok, result.error
-            say(result.staging_key)
+            say(place_of(call))
 
         say("begin")
         with ThreadPoolExecutor(self.threads) as pool:

@@ -33,12 +33,13 @@ from rollout_reassembler.reassembly.reassembler import RolloutReassembler
 from rollout_reassembler.reassembly.route_plan import RouteSpan
 from rollout_reassembler.reassembly.rows import register_canonical_partition
 from rollout_reassembler.staging.codec import RouteShape, pack_call
+from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.routes import route_shape
 from rollout_reassembler.staging.schema import ROLLOUT_TAG, register_staging_partition
 from rollout_reassembler.staging.sink import StagingSink
 from rollout_reassembler.trainer.batch import TrainBatch
 from rollout_reassembler.trainer.rows import iter_batches
-from tests.captures import CANONICAL, PAD, STAGING, MadeRollout
+from tests.captures import CANONICAL, PAD, STAGING, MadeRollout, staging_key_of
 from tests.route_captures import Turn, expected, extras, truth
 
 Mode = Literal["direct", "deferred"]
@@ -119,7 +120,7 @@ class Pipeline:
         return routes_of(self.batch(answer, **options))
 
     def staged(self) -> set[str]:
-        return set(self.plane.list_samples(self.staging))
+        return set(map(staging_key_of, self.plane.list_samples(self.staging)))
 
 
 def finalized(pipeline: Pipeline, *rollouts: MadeRollout, **options: Any) -> FinalizedGroup:
@@ -138,7 +139,7 @@ def is_read(call: StagedCall) -> bool:
     """Whether a plan takes rows from what this call staged."""
     generated = int(call.token_mask_delta.sum())
     span = RouteSpan(
-        staging_key=call.staging_key,
+        staging_key=place_of(call),
         carry_len=call.delta_len - generated,
         generation_len=generated,
         staged_route_len=route_shape(call).rows,
@@ -191,30 +192,28 @@ AT_CAPTURE: dict[AtCapture, str] = {
 
 def extras_emptied(pipeline: Pipeline, call: StagedCall) -> None:
     """No bytes, though the receipt commits to routes."""
-    pipeline.plane.put_samples([call.staging_key], pipeline.staging, {"extras": [b""]})
+    pipeline.plane.put_samples([place_of(call)], pipeline.staging, {"extras": [b""]})
 
 
 def extras_never_written(pipeline: Pipeline, call: StagedCall) -> None:
     """A row with its tokens alone, as a put leaves it that died between two columns."""
     packed = pack_call(call, route_shape(call))
-    pipeline.plane.clear_samples([call.staging_key], pipeline.staging)
-    pipeline.plane.put_samples(
-        [call.staging_key], pipeline.staging, {"call": [packed]}, [{ROLLOUT_TAG: call.rollout_id}]
-    )
+    pipeline.plane.clear_samples([place_of(call)], pipeline.staging)
+    pipeline.plane.put_samples([place_of(call)], pipeline.staging, {"call": [packed]}, [{ROLLOUT_TAG: call.rollout_id}])
 
 
 def digest_broken(pipeline: Pipeline, call: StagedCall) -> None:
     """One bit of one value is another."""
     encoded = bytearray(encode_extras(call.extras))
     encoded[-5] ^= 1
-    pipeline.plane.put_samples([call.staging_key], pipeline.staging, {"extras": [bytes(encoded)]})
+    pipeline.plane.put_samples([place_of(call)], pipeline.staging, {"extras": [bytes(encoded)]})
 
 
 def routes_of_another_call(pipeline: Pipeline, call: StagedCall) -> None:
     """Sound routes, of the same shape, under a digest of their own."""
     rows = np.full((route_shape(call).rows, *MODEL), 7, np.int16)
     encoded = encode_extras({ROUTES_KEY: encode_routed_experts(rows)})
-    pipeline.plane.put_samples([call.staging_key], pipeline.staging, {"extras": [encoded]})
+    pipeline.plane.put_samples([place_of(call)], pipeline.staging, {"extras": [encoded]})
 
 
 def claimed_one_more(pipeline: Pipeline, call: StagedCall) -> None:
@@ -229,7 +228,7 @@ def _claim(pipeline: Pipeline, call: StagedCall, off: int) -> None:
     """The packed header, which no digest covers, is a row off."""
     shape = route_shape(call)
     packed = pack_call(call, shape._replace(rows=shape.rows + off))
-    pipeline.plane.put_samples([call.staging_key], pipeline.staging, {"call": [packed]})
+    pipeline.plane.put_samples([place_of(call)], pipeline.staging, {"call": [packed]})
 
 
 InStaging = Callable[[Pipeline, StagedCall], None]

@@ -18,6 +18,7 @@ from rollout_reassembler.data_plane.base import SampleBatch
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.reassembly.verify import LinearizedRow, verify_and_linearize
 from rollout_reassembler.staging.codec import pack_call
+from rollout_reassembler.staging.places import place_of
 from tests.captures import (
     CANONICAL,
     PAD,
@@ -26,6 +27,7 @@ from tests.captures import (
     chain,
     finalize,
     memory_plane,
+    place_in,
     registered,
     stage,
     staged_keys,
@@ -114,7 +116,7 @@ def test_an_abandoned_call_cannot_hide_bad_bytes():
     made.call([3], [4], parent=root)
     plane = memory_plane()
     stage(plane, made)
-    plane.put_samples(["r/dead"], STAGING, {"call": [pack_call(dead)[:-1]]})
+    plane.put_samples([place_in(plane, "r/dead")], STAGING, {"call": [pack_call(dead)[:-1]]})
     assert rejection(plane, made) == "invalid_staging_row"
 
 
@@ -166,7 +168,7 @@ def test_a_call_that_the_receipt_does_not_list_costs_nothing_when_its_row_is_gon
     made.call([1], [2], call_id="unlisted")
     plane = memory_plane()
     stage(plane, made)
-    plane.clear_samples(["r/unlisted"], STAGING)
+    plane.clear_samples([place_in(plane, "r/unlisted")], STAGING)
     assert rejection(plane, made, receipts=[receipt]) is None
 
 
@@ -176,7 +178,7 @@ def test_a_call_off_the_chain_that_the_receipt_lists_must_be_there():
     made.call([1], [2], call_id="abandoned")
     plane = memory_plane()
     stage(plane, made)
-    plane.clear_samples(["r/abandoned"], STAGING)
+    plane.clear_samples([place_in(plane, "r/abandoned")], STAGING)
     assert rejection(plane, made, receipts=[made.receipt(made.calls[1])]) == "missing_staging_row"
 
 
@@ -205,7 +207,7 @@ def test_log_probabilities_that_are_short_reject_that_rollout_only(log_probs):
     plane = memory_plane()
     stage(plane, short, good)
     value = packed_unchecked(resigned({**short.calls[1].model_dump(), "generation_log_probs_delta": log_probs}))
-    plane.put_samples(["short/c1"], STAGING, {"call": [value]})
+    plane.put_samples([place_in(plane, "short/c1")], STAGING, {"call": [value]})
     answer = finalize(plane, [short, good])
     assert answer.rejections == {"short": "invalid_staging_row"}
     row = published(plane, answer.meta.sample_ids)[1]
@@ -368,16 +370,17 @@ def test_unicode_and_slashes_in_ids(rollout_id, call_id):
     assert staged_keys(plane) == set()
 
 
-def test_ids_whose_keys_collide_are_told_apart_by_the_rows():
-    """`a/b` + `c` and `a` + `b/c` share the key `a/b/c`; one row can be staged there, and it says whose it is."""
+def test_ids_whose_keys_collide_cost_nobody_anything():
+    """`a/b` + `c` and `a` + `b/c` share the staging key `a/b/c`; each has a place of its own."""
     long, short = MadeRollout("a/b"), MadeRollout("a")
     long.call([1], [2], call_id="c")
     short.call([1], [3], call_id="b/c")
     plane = memory_plane()
-    stage(plane, long)
+    stage(plane, long, short)
     answer = finalize(plane, [long, short])
-    assert answer.rejections == {"a": "rebuild_failed:snapshot_identity_mismatch"}
-    assert published(plane, answer.meta.sample_ids)[0]["input_ids"].tolist() == [1, 2]
+    assert answer.rejections == {}
+    assert [row["input_ids"].tolist() for row in published(plane, answer.meta.sample_ids)] == [[1, 2], [1, 3]]
+    assert staged_keys(plane) == set()
 
 
 def test_a_rollout_cannot_take_a_row_of_a_longer_named_one():
@@ -455,7 +458,7 @@ def test_a_clear_that_fails_after_publication_is_said_in_the_answer():
     plane.fail("clear_samples")
     answer = finalize(plane, [made])
     assert answer.valid_row_count == 1
-    assert set(answer.cleanup_pending) == {call.staging_key for call in made.calls}
+    assert set(answer.cleanup_pending) == {place_of(call) for call in made.calls}
     assert finalize(plane, [made]).cleanup_pending == ()
 
 
@@ -555,7 +558,7 @@ def test_a_place_reused_in_the_middle_of_one_read_costs_nothing():
 def test_a_key_cleared_by_another_client_before_the_read_is_one_rollouts_loss():
     made, good = chain("r", 3), chain("good")
     plane = treacherous_plane(made, good)
-    plane.clear_samples(["r/c1"], STAGING)
+    plane.clear_samples([place_in(plane, "r/c1")], STAGING)
     answer = finalize(plane, [made, good])
     assert answer.rejections == {"r": "missing_staging_row"}
     assert staged_keys(plane) == set()
@@ -580,7 +583,7 @@ def test_rows_without_tags_are_proven_all_the_same():
     made = chain("r")
     plane = memory_plane()
     for call in made.calls:
-        plane.put_samples([call.staging_key], STAGING, {"call": [pack_call(call)], "extras": [b""]})
+        plane.put_samples([place_of(call)], STAGING, {"call": [pack_call(call)], "extras": [b""]})
     assert rejection(plane, made) is None
     assert staged_keys(plane) == set()
 
@@ -589,8 +592,8 @@ def test_a_row_listed_but_unreadable_is_missing():
     made = chain("r")
     plane = memory_plane()
     stage(plane, made)
-    plane.clear_samples(["r/c1"], STAGING)
-    plane.put_samples(["r/c1"], STAGING, tags=[{"rollout_id": "r"}])
+    plane.clear_samples([place_of(made.calls[1])], STAGING)
+    plane.put_samples([place_of(made.calls[1])], STAGING, tags=[{"rollout_id": "r"}])
     assert rejection(plane, made) == "missing_staging_row"
     assert staged_keys(plane) == set()
 

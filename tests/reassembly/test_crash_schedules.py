@@ -21,9 +21,10 @@ from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.staging.codec import pack_call
+from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.routes import route_shape
 from rollout_reassembler.staging.schema import ROLLOUT_TAG
-from tests.captures import CANONICAL, STAGING, MadeRollout, chain, finalize, memory_plane, staged_keys
+from tests.captures import CANONICAL, STAGING, MadeRollout, chain, finalize, memory_plane, place_in, staged_keys
 from tests.reassembly.contents import RECORDS, Contents, whole_plane
 from tests.reassembly.crash_plane import CrashPlane
 from tests.reassembly.schedules import Explorer, all_thread_schedules
@@ -52,7 +53,7 @@ class Group:
         plane.register_partition(RECORDS, {})
         calls = [call for made in [*self.rollouts, STRANGER] for call in made.calls]
         plane.put_samples(
-            [call.staging_key for call in calls],
+            [place_of(call) for call in calls],
             STAGING,
             {
                 "call": [pack_call(call, route_shape(call)) for call in calls],
@@ -104,7 +105,7 @@ def with_receipt(at: int, receipt: Any, **changes: Any) -> Group:
 
 
 def with_value(key: str, value: bytes) -> Group:
-    return a_group(spoil=lambda plane: plane.put_samples([key], STAGING, {"call": [value]}) and None)
+    return a_group(spoil=lambda plane: plane.put_samples([place_in(plane, key)], STAGING, {"call": [value]}) and None)
 
 
 def foreign() -> dict[str, Any]:
@@ -120,12 +121,12 @@ GROUPS = {
     "a poisoned capture": with_receipt(1, chain("b", 1).receipt(capture_poisoned=True)),
     "a garbled row": with_value("b/c0", b"garbage"),
     "another's row": with_value("b/c0", pack_call(STRANGER.calls[0])),
-    "a missing row": a_group(spoil=lambda plane: plane.clear_samples(["a/c1"], STAGING)),
+    "a missing row": a_group(spoil=lambda plane: plane.clear_samples([place_in(plane, "a/c1")], STAGING)),
     "a missing row of a known epoch": a_group(
-        spoil=lambda plane: plane.clear_samples(["a/c1"], STAGING), asked={"staged_on": EPOCH}
+        spoil=lambda plane: plane.clear_samples([place_in(plane, "a/c1")], STAGING), asked={"staged_on": EPOCH}
     ),
     "rows given up for lost": a_group(
-        spoil=lambda plane: plane.clear_samples(["a/c1", "b/c0"], STAGING),
+        spoil=lambda plane: plane.clear_samples([place_in(plane, "a/c1"), place_in(plane, "b/c0")], STAGING),
         asked={"staged_on": "another epoch", "accept_lost": True},
     ),
     "no reward": a_group(rewards=[1.0, None, 0.5]),
@@ -133,14 +134,15 @@ GROUPS = {
     "nothing valid": a_group(receipts=[None, "x", {}]),
     "routes put together": routed_group(options=DIRECT),
     "routes that are garbled": routed_group(
-        options=DIRECT, spoil=lambda plane: plane.put_samples(["a/c1"], STAGING, {"extras": [b"garbage"]}) and None
+        options=DIRECT,
+        spoil=lambda plane: plane.put_samples([place_in(plane, "a/c1")], STAGING, {"extras": [b"garbage"]}) and None,
     ),
     "routes left to the trainer": routed_group(options=DEFERRED, stays={"a/c0", "a/c1", "b/c0"}),
     "several faults": Group(
         [chain("a", 1), chain("b", 1), chain("c", 1)],
         [None, chain("b", 1).receipt(), chain("c", 1).receipt()],
         [1.0, 1.0, None],
-        spoil=lambda plane: plane.put_samples(["b/c0"], STAGING, {"call": [b"garbage"]}) and None,
+        spoil=lambda plane: plane.put_samples([place_in(plane, "b/c0")], STAGING, {"call": [b"garbage"]}) and None,
     ),
 }
 
@@ -208,7 +210,7 @@ class Invariants:
         self.seen += 1
         staged, rows, records = contents[STAGING], contents[CANONICAL], contents[RECORDS]
         assert all(self._before[STAGING][key] == row for key, row in staged.items()), "a staged row changed"
-        assert all(call.staging_key in staged for call in STRANGER.calls), "a stranger's row was cleared"
+        assert all(place_of(call) in staged for call in STRANGER.calls), "a stranger's row was cleared"
         if staged.keys() != self._before[STAGING].keys():
             assert "g" in records, "staged rows were cleared before the group was on record"
         if "g" in records:

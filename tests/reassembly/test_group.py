@@ -12,15 +12,18 @@ from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.reassembly.rows import CANONICAL_SCHEMA
 from rollout_reassembler.staging.codec import pack_call
+from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.source import StagingSource
 from tests.captures import (
     CANONICAL,
     PAD,
     STAGING,
     MadeRollout,
+    at_places,
     chain,
     finalize,
     memory_plane,
+    place_in,
     reassembler,
     stage,
     staged_keys,
@@ -235,7 +238,7 @@ def test_the_answer_names_the_rows():
     assert [tags["group_id"] for tags in answer.meta.tags] == ["g", "g"]
     assert (answer.valid_row_count, answer.total_row_count) == (1, 2)
     assert answer.canonical_output_tokens == 3
-    assert answer.staging_keys == ("b/c0", "b/abandoned", "b/c2")
+    assert answer.staging_keys == at_places("b/c0", "b/abandoned", "b/c2")
     assert answer.rejections == {"a": "missing_receipt"}
     assert (answer.dropped, answer.drop_reason, answer.cleanup_pending) == (False, None, ())
 
@@ -290,7 +293,7 @@ def test_the_metrics_count_each_reason_by_its_name():
     receipts[2] = "x"
     receipts[3] = rollouts[3].receipt(capture_poisoned=True)
     receipts[4] = rollouts[4].receipt(capture_poisoned=True, failure_reason="engine")
-    receipts[5]["manifest"][0]["digest"] = "0" * 64
+    receipts[5]["manifest"][0]["chain_hash"] = "0" * 64
     answer, _, _ = finalized(*rollouts, receipts=receipts)
     reasons = {name: value for name, value in answer.metrics.items() if "capture_failure_reason" in name}
     assert reasons == {
@@ -299,7 +302,7 @@ def test_the_metrics_count_each_reason_by_its_name():
         "finalize/capture_failure_reason_capture_poisoned_count": 1.0,
         "finalize/capture_failure_reason_rollout_failed_count": 1.0,
         "finalize/capture_failure_reason_rebuild_failed_count": 1.0,
-        "finalize/capture_failure_reason_rebuild_failed_wrong_digest_count": 1.0,
+        "finalize/capture_failure_reason_rebuild_failed_wrong_chain_hash_count": 1.0,
     }
     assert answer.metrics["finalize/invalid_row_rate"] == 0.75
     assert answer.metrics["finalize/capture_poisoned_rollouts"] == 2.0
@@ -339,7 +342,7 @@ def test_one_rollout_can_be_proven_without_publishing_anything():
     assert (rollout.prompt_len, rollout.reward) == (2, 0.5)
     assert (rollout.min_wv, rollout.max_wv) == (4, 5)
     assert (rollout.calls, rollout.generated_tokens) == (2, 3)
-    assert rollout.staging_keys == ("r/c0", "r/abandoned", "r/c2")
+    assert rollout.staging_keys == at_places("r/c0", "r/abandoned", "r/c2")
     assert plane.list_samples(CANONICAL) == {}
     assert len(staged_keys(plane)) == 3
 
@@ -352,10 +355,10 @@ def test_a_rollout_that_was_proven_and_still_rejected_owns_its_rows(reward, max_
     made = two_turns()
     plane = memory_plane()
     for call in made.calls:
-        plane.put_samples([call.staging_key], STAGING, {"call": [pack_call(call)], "extras": [b""]})
+        plane.put_samples([place_of(call)], STAGING, {"call": [pack_call(call)], "extras": [b""]})
     rollout = reassembler(plane, max_seq_len=max_seq_len).finalize_rollout("r", made.receipt(), reward=reward)
     assert rollout.rejection_reason == reason
-    assert rollout.staging_keys == ("r/c0", "r/abandoned", "r/c2")
+    assert rollout.staging_keys == at_places("r/c0", "r/abandoned", "r/c2")
     finalize(plane, [made], rewards=[reward], options={"max_seq_len": max_seq_len})
     assert staged_keys(plane) == set()
 
@@ -401,11 +404,11 @@ def test_a_receipt_beyond_the_bounds_is_named():
 def test_missing_rows_are_counted_and_the_first_is_named():
     plane = memory_plane()
     stage(plane, two_turns())
-    plane.clear_samples(["r/abandoned", "r/c2"], STAGING)
+    plane.clear_samples([place_in(plane, "r/abandoned"), place_in(plane, "r/c2")], STAGING)
     rollout = reassembler(plane).finalize_rollout("r", two_turns().receipt(), reward=1.0)
     assert rollout.rejection_reason == "missing_staging_row"
-    assert rollout.rejection_detail == "2 of 3 staged rows are missing, first 'r/abandoned'"
-    assert len(StagingSource(plane, staging_partition=STAGING).read_values(["r/c0"])[0]) == 1
+    assert rollout.rejection_detail == f"2 of 3 staged rows are missing, first {place_of(two_turns().calls[1])!r}"
+    assert len(StagingSource(plane, staging_partition=STAGING).read_values([place_in(plane, "r/c0")])[0]) == 1
 
 
 def test_a_rollout_of_many_calls_is_one_row():
@@ -430,7 +433,7 @@ def test_a_large_group_is_proven_like_a_small_one():
         rollouts.append(made)
     plane = memory_plane()
     stage(plane, *rollouts)
-    plane.put_samples(["r3/c0"], STAGING, {"call": [pack_call(rollouts[2].calls[0])]})
+    plane.put_samples([place_in(plane, "r3/c0")], STAGING, {"call": [pack_call(rollouts[2].calls[0])]})
     answer = finalize(plane, rollouts)
     assert answer.rejections == {"r3": "staging_key_mismatch"}
     rows = published(plane, answer.meta.sample_ids)

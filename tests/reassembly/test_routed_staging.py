@@ -19,7 +19,7 @@ from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG, decode_rou
 from rollout_reassembler.reassembly.routed_rows import assemble_group_routes
 from rollout_reassembler.reassembly.sweep import sweep_staging
 from rollout_reassembler.staging.source import StagingSource
-from tests.captures import MadeRollout
+from tests.captures import MadeRollout, staging_key_of
 from tests.reassembly.crash_plane import CrashPlane
 from tests.reassembly.routed_pipeline import MODES, SOUND, Mode, Pipeline, finalized, routes_of
 from tests.route_captures import Turn, expected, made, truth
@@ -60,7 +60,7 @@ def test_deferred_keeps_exactly_the_rows_that_plans_name(deferred: Pipeline) -> 
     answer = finalized(deferred, *rollouts, receipts=receipts)
     tags = [tag[ROUTE_PLAN_TAG] for tag in deferred.plane.get_tags(answer.meta.sample_ids, deferred.canonical)]
     assert [tag is not None for tag in tags] == [True, False, False, True, False]
-    named = {key for tag in tags if tag for key in decode_route_plan(tag).cleanup_staging_keys}
+    named = {staging_key_of(key) for tag in tags if tag for key in decode_route_plan(tag).cleanup_staging_keys}
     assert deferred.staged() == named == {"a/c0", "a/abandoned", "a/kept", "b/c0", "b/c1"}
     batch = deferred.batch(answer)
     assert deferred.staged() == set()
@@ -214,7 +214,7 @@ def test_routes_of_abandoned_calls_are_never_read(direct: Pipeline) -> None:
     get_samples = direct.plane.get_samples
 
     def noted(keys: Any, partition: str, fields: Any = None, **options: Any) -> Any:
-        reads.append((list(keys), list(fields)))
+        reads.append((list(map(staging_key_of, keys)), list(fields)))
         return get_samples(keys, partition, fields, **options)
 
     direct.plane.get_samples = noted

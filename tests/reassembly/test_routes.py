@@ -24,7 +24,7 @@ from rollout_reassembler.reassembly.routes import (
     sentinel_routes,
 )
 from rollout_reassembler.staging.source import StagingSource
-from tests.captures import STAGING, MadeRollout, memory_plane
+from tests.captures import STAGING, MadeRollout, at_places, memory_plane, place_in, staging_key_of
 from tests.route_captures import Turn, expected, fragments, made, planned, stage, truth
 
 MISSING = [[-1, -1]]
@@ -156,8 +156,8 @@ class TestNeverShifted:
         plane = memory_plane()
         stage(plane, rollout)
         plan = planned(plane, rollout)
-        assert plan.fragment_keys == ["r/c0", "r/c4"]
-        assert set(read_fragments(source(plane), [plan])) == {"r/c0", "r/c4"}
+        assert plan.fragment_keys == at_places("r/c0", "r/c4")
+        assert list(read_fragments(source(plane), [plan])) == plan.fragment_keys
 
 
 class TestFailures:
@@ -243,7 +243,7 @@ class TestGroups:
     def test_a_bad_fragment_leaves_its_siblings_untouched(self) -> None:
         turns = [Turn(2, 2), Turn(1, 2)]
         plane, plans = self.staged(*(made(f"r{i}", turns) for i in range(3)))
-        plane.put_samples(["r1/c1"], STAGING, {"extras": [b"garbled"]})
+        plane.put_samples([place_in(plane, "r1/c1")], STAGING, {"extras": [b"garbled"]})
         good, bad, also_good = assemble_group(source(plane), plans)
         assert isinstance(bad, RouteFailure)
         assert bad.code == "fragment_integrity"
@@ -252,8 +252,8 @@ class TestGroups:
 
     def test_a_row_under_another_rows_key_is_caught(self) -> None:
         plane, plans = self.staged(made("r0", [Turn(2, 2)]), made("r1", [Turn(3, 2)]))
-        stranger = plane.get_samples(["r1/c0"], STAGING, ["extras"])["extras"][0]
-        plane.put_samples(["r0/c0"], STAGING, {"extras": [stranger]})
+        stranger = plane.get_samples([place_in(plane, "r1/c0")], STAGING, ["extras"])["extras"][0]
+        plane.put_samples([place_in(plane, "r0/c0")], STAGING, {"extras": [stranger]})
         assert [getattr(o, "code", "sound") for o in assemble_group(source(plane), plans)] == [
             "fragment_integrity",
             "sound",
@@ -300,7 +300,7 @@ class TestGroups:
         get_samples = plane.get_samples
 
         def counted(keys: Any, partition: str, fields: Any = None, **options: Any) -> Any:
-            reads.append((list(keys), list(fields)))
+            reads.append((list(map(staging_key_of, keys)), list(fields)))
             return get_samples(keys, partition, fields, **options)
 
         plane.get_samples = counted  # type: ignore[method-assign]
@@ -316,7 +316,7 @@ class TestGroups:
         reads: list[list[str]] = []
 
         def faulty_once(keys: Any, *args: Any, **options: Any) -> Any:
-            reads.append(list(keys))
+            reads.append(list(map(staging_key_of, keys)))
             batch = get_samples(keys, *args, **options)
             if len(reads) > 1:
                 return batch

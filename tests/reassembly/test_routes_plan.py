@@ -20,7 +20,7 @@ from rollout_reassembler.reassembly.route_plan import (
     encode_route_plan,
     plan_routes,
 )
-from tests.captures import STAGING, MadeRollout, memory_plane
+from tests.captures import STAGING, MadeRollout, memory_plane, staging_key_of
 from tests.route_captures import Turn, made, planned, proven, stage
 
 PLAN_KEYS = ["schema_version", "staging_partition", "spans", "cleanup_staging_keys", "expected_token_length"]
@@ -64,13 +64,16 @@ class TestPlanOfARow:
         terminal = rollout.calls[2]
         rollout.calls.sort(key=lambda call: call is terminal)
         plan = planned(plane, rollout)
-        assert [(s.staging_key, s.carry_len, s.generation_len, s.staged_route_len, s.mode) for s in plan.spans] == [
+        assert [
+            (staging_key_of(s.staging_key), s.carry_len, s.generation_len, s.staged_route_len, s.mode)
+            for s in plan.spans
+        ] == [
             ("r/c0", 2, 3, 5, "full"),
             ("r/c1", 1, 2, 2, "tail"),
             ("r/c2", 1, 2, 0, "sentinel"),
         ]
         assert plan.expected_token_length == 11
-        assert sorted(plan.cleanup_staging_keys) == ["r/c0", "r/c1", "r/c2", "r/c3"]
+        assert sorted(map(staging_key_of, plan.cleanup_staging_keys)) == ["r/c0", "r/c1", "r/c2", "r/c3"]
         assert [s.extras_digest for s in plan.spans] == [
             call.extras_digest for call in sorted(rollout.calls, key=lambda call: call.model_call_id)[:3]
         ]

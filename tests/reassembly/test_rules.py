@@ -22,6 +22,7 @@ from rollout_reassembler.data_plane.base import SampleBatch
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.reassembly import reassembler as reassembler_module
 from rollout_reassembler.staging.codec import pack_call
+from rollout_reassembler.staging.places import place_of
 from tests.captures import (
     CANONICAL,
     PAD,
@@ -30,10 +31,12 @@ from tests.captures import (
     chain,
     finalize,
     memory_plane,
+    place_in,
     reassembler,
     registered,
     stage,
     staged_keys,
+    staged_places,
 )
 from tests.reassembly.contents import RECORDS, contents_of, published, whole_plane
 from tests.reassembly.crash_plane import CrashPlane
@@ -81,8 +84,8 @@ def test_rule_1_one_bad_rollout_never_costs_a_sibling():
     receipts[1] = "receipt"
     receipts[2] = rollouts[7].receipt()
     receipts[3] = rollouts[3].receipt(capture_poisoned=True)
-    plane.clear_samples(["r4/c0"], STAGING)
-    plane.put_samples(["r5/c2"], STAGING, {"call": [b"garbage"]})
+    plane.clear_samples([place_in(plane, "r4/c0")], STAGING)
+    plane.put_samples([place_in(plane, "r5/c2")], STAGING, {"call": [b"garbage"]})
     receipts[6] = {**receipts[6], "manifest": [{**row, "weight_version": 9} for row in receipts[6]["manifest"]]}
     answer = finalize(plane, rollouts, receipts=receipts)
     assert answer.rejections == {
@@ -119,7 +122,7 @@ def tampered_call(made: MadeRollout, **changes: Any) -> bytes:
 def test_rule_2_nothing_unproven_is_ever_published_valid(value, reason):
     plane, (good, bad) = memory_plane(), (chain("good"), chain("bad"))
     stage(plane, good, bad)
-    plane.put_samples(["bad/c1"], STAGING, {"call": [value(bad)]})
+    plane.put_samples([place_in(plane, "bad/c1")], STAGING, {"call": [value(bad)]})
     answer = finalize(plane, [good, bad])
     assert answer.rejections == {"bad": reason}
     row = published(plane, answer.meta.sample_ids)[1]
@@ -136,7 +139,7 @@ def test_rule_2_every_single_flipped_bit_of_a_staged_row_keeps_the_rollout_out()
         stage(plane, made)
         flipped = bytearray(sound)
         flipped[byte] ^= 1 << byte % 8
-        plane.put_samples(["r/c0"], STAGING, {"call": [bytes(flipped)]})
+        plane.put_samples([place_in(plane, "r/c0")], STAGING, {"call": [bytes(flipped)]})
         assert finalize(plane, [made]).rejections == {"r": "invalid_staging_row"}
 
 
@@ -365,7 +368,7 @@ def test_rule_7_a_clear_that_fails_is_cleanup_pending():
     plane.fail("clear_samples", where="before", for_good=True)
     answer = finalize(plane, rollouts)
     assert answer.valid_row_count == 2
-    assert set(answer.cleanup_pending) == staged_keys(inner) == set(answer.staging_keys)
+    assert set(answer.cleanup_pending) == staged_places(inner) == set(answer.staging_keys)
     plane.recover()
     again = finalize(plane, rollouts)
     assert again == dataclasses.replace(answer, cleanup_pending=())
@@ -378,7 +381,7 @@ def test_rule_7_rows_that_could_not_even_be_listed_are_pending_by_rollout():
     plane.fail("list_samples", where="before", for_good=True)
     receipts = [None, rollouts[1].receipt(), "unreadable"]
     answer = finalize(plane, rollouts, receipts=receipts)
-    assert answer.cleanup_pending == (*(call.staging_key for call in rollouts[1].calls), "r0/*", "r2/*")
+    assert answer.cleanup_pending == (*map(place_of, rollouts[1].calls), "r0/*", "r2/*")
     plane.recover()
     assert finalize(plane, rollouts, receipts=receipts).cleanup_pending == ()
     assert staged_keys(inner) == set()

@@ -12,17 +12,18 @@ from rollout_reassembler.data_plane.base import Tags
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.reassembly.sweep import sweep_staging
 from rollout_reassembler.staging.codec import pack_call
-from tests.captures import STAGING, MadeRollout, chain, memory_plane, registered, stage, staged_keys
+from rollout_reassembler.staging.places import place_of
+from tests.captures import STAGING, MadeRollout, chain, memory_plane, registered, stage, staged_places
 from tests.reassembly.crash_plane import CrashPlane
 
 
 def keys_of(*rollouts: MadeRollout) -> set[str]:
-    return {call.staging_key for made in rollouts for call in made.calls}
+    return {place_of(call) for made in rollouts for call in made.calls}
 
 
 def staged_at(plane: MemoryDataPlane, made: MadeRollout, seconds_ago: float) -> None:
     stage(plane, made)
-    keys = [call.staging_key for call in made.calls]
+    keys = [place_of(call) for call in made.calls]
     plane.put_samples(keys, STAGING, tags=[{"staged_at": time.time() - seconds_ago}] * len(keys))
 
 
@@ -30,10 +31,10 @@ def test_a_dry_run_finds_and_clears_nothing():
     plane = memory_plane()
     stage(plane, chain("a"), chain("b"))
     report = sweep_staging(plane, STAGING, rollout_ids=["a"])
-    assert report.found == {"a": ["a/c0", "a/c1", "a/c2"]}
-    assert report.keys == ["a/c0", "a/c1", "a/c2"]
+    assert report.found == {"a": list(map(place_of, chain("a").calls))}
+    assert report.keys == report.found["a"]
     assert (report.spared, report.cleared) == (3, False)
-    assert staged_keys(plane) == keys_of(chain("a"), chain("b"))
+    assert staged_places(plane) == keys_of(chain("a"), chain("b"))
 
 
 def test_a_sweep_by_rollout_clears_exactly_its_rows():
@@ -42,7 +43,7 @@ def test_a_sweep_by_rollout_clears_exactly_its_rows():
     stage(plane, chain("a"), *others)
     report = sweep_staging(plane, STAGING, rollout_ids=["a", "unknown"], dry_run=False)
     assert report.cleared
-    assert staged_keys(plane) == keys_of(*others)
+    assert staged_places(plane) == keys_of(*others)
 
 
 def test_a_sweep_by_age_spares_the_young_and_the_living():
@@ -52,7 +53,7 @@ def test_a_sweep_by_age_spares_the_young_and_the_living():
     report = sweep_staging(plane, STAGING, older_than_s=50, live_rollouts=["living"], dry_run=False)
     assert set(report.found) == {"old"}
     assert report.spared == 6
-    assert staged_keys(plane) == keys_of(chain("young"), chain("living"))
+    assert staged_places(plane) == keys_of(chain("young"), chain("living"))
 
 
 def test_rows_without_an_age_are_never_old():
@@ -67,7 +68,7 @@ def test_rows_without_tags_are_left_alone_unless_asked_for():
     assert sweep_staging(plane, STAGING, rollout_ids=["a"], older_than_s=0, dry_run=False).keys == []
     report = sweep_staging(plane, STAGING, untagged_after_s=0.0, dry_run=False)
     assert report.untagged == ["a/c0"]
-    assert staged_keys(plane) == set()
+    assert staged_places(plane) == set()
 
 
 def test_a_put_that_is_going_on_is_not_swept():
@@ -105,7 +106,7 @@ def test_one_name_is_not_a_list_of_names(arguments):
     stage(plane, chain("a"))
     with pytest.raises(RequestError, match="list of rollout ids"):
         sweep_staging(plane, STAGING, **arguments, dry_run=False)
-    assert staged_keys(plane) == keys_of(chain("a"))
+    assert staged_places(plane) == keys_of(chain("a"))
 
 
 @pytest.mark.parametrize("call", ["list_samples", "clear_samples"])
@@ -118,11 +119,11 @@ def test_a_sweep_that_failed_may_be_repeated(call: str, where: Any):
     with pytest.raises(DataPlaneTimeout):
         sweep_staging(plane, STAGING, rollout_ids=["a"], dry_run=False)
     sweep_staging(plane, STAGING, rollout_ids=["a"], dry_run=False)
-    assert staged_keys(inner) == keys_of(chain("b"))
+    assert staged_places(inner) == keys_of(chain("b"))
 
 
 def test_an_empty_list_sweeps_nothing():
     plane = memory_plane()
     stage(plane, chain("a"))
     assert sweep_staging(plane, STAGING, rollout_ids=[], dry_run=False).keys == []
-    assert len(staged_keys(plane)) == 3
+    assert len(staged_places(plane)) == 3

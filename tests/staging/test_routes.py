@@ -14,6 +14,7 @@ from rollout_reassembler.contract.errors import InvalidRoutes, InvalidStagedCall
 from rollout_reassembler.contract.routed_experts import BOUNDARY_KEY, ROUTES_KEY, encode_routed_experts
 from rollout_reassembler.staging.codec import NO_ROUTES, RouteShape
 from rollout_reassembler.staging.extras import decode_extras
+from rollout_reassembler.staging.places import place, place_of
 from rollout_reassembler.staging.routes import open_routes, route_shape
 from rollout_reassembler.staging.sink import StagingSink
 from rollout_reassembler.staging.source import StagingSource
@@ -67,10 +68,12 @@ class TestRouteShape:
         calls = [child({ROUTES_KEY: ROWS, BOUNDARY_KEY: ROW}), MadeRollout("s").call([1], [2])]
         StagingSink(plane, staging_partition=STAGING, route_shape=route_shape).stage_all(calls)
         source = StagingSource(plane, staging_partition=STAGING)
-        fetched = source.fetch_packed([call.staging_key for call in calls])
+        fetched = source.fetch_packed(list(map(place_of, calls)))
         assert [call.routes for call in fetched.calls.values()] == [RouteShape(3, 2, 4, boundary=True), NO_ROUTES]
-        extras, missing = source.fetch_extras(["r/c1", "s/c0", "s/c1"])
-        assert (len(extras["r/c1"]) > 100, extras["s/c0"], missing) == (True, b"", {"s/c1"})
+        routed, plain = map(place_of, calls)
+        gone = place("s/c1", calls[1].digest)
+        extras, missing = source.fetch_extras([routed, plain, gone])
+        assert (len(extras[routed]) > 100, extras[plain], missing) == (True, b"", {gone})
 
 
 def payload(value: Any) -> Any:

@@ -15,16 +15,18 @@ from rollout_reassembler.contract.errors import (
     DataPlaneTimeout,
     DataPlaneUnavailable,
     InvalidRoutes,
+    RequestError,
     SchemaViolation,
 )
 from rollout_reassembler.contract.records import StagedCall, StageResult
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.staging.codec import RouteShape, unpack_call
 from rollout_reassembler.staging.extras import decode_extras
+from rollout_reassembler.staging.places import place, place_of
 from rollout_reassembler.staging.schema import register_staging_partition
 from rollout_reassembler.staging.sink import StagingSink
 from rollout_reassembler.staging.source import StagingSource
-from tests.captures import STAGING, MadeRollout, chain, memory_plane, staged_keys
+from tests.captures import STAGING, MadeRollout, chain, memory_plane, staged_keys, staged_places, staging_key_of
 
 
 class WatchedPlane:
@@ -69,7 +71,7 @@ def stage_at_once(sink: StagingSink, records: Sequence[StagedCall]) -> list[Stag
 
 
 def staged_calls(plane: Any, records: Sequence[StagedCall]) -> list[StagedCall]:
-    return StagingSource(plane, staging_partition=STAGING).fetch([record.staging_key for record in records])
+    return StagingSource(plane, staging_partition=STAGING).fetch(records)
 
 
 # --- what is staged ---------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def test_a_row_says_in_its_tags_whose_it_is_and_since_when():
     made = MadeRollout("группа/0")
     sink_on(plane).stage(made.call([1], [2], call_id="a/b"))
     ((key, tags),) = plane.list_samples(STAGING).items()
-    assert key == "группа/0/a/b"
+    assert key == f"группа/0/a/b#{made.calls[0].digest[:32]}"
     assert tags["rollout_id"] == "группа/0"
     assert 1.7e9 < tags["staged_at"] < 1e10
 
@@ -97,10 +99,10 @@ def test_extras_are_staged_beside_the_call_as_their_digest_hashes_them():
     made = MadeRollout("r")
     records = [made.call([1], [2], extras={"note": "x"}), made.call([1], [2], extras={}), made.call([1], [2])]
     sink_on(plane).stage_all(records)
-    encoded, missing = StagingSource(plane, staging_partition=STAGING).fetch_extras([r.staging_key for r in records])
+    encoded, missing = StagingSource(plane, staging_partition=STAGING).fetch_extras(list(map(place_of, records)))
     assert not missing
-    assert encoded["r/c2"] == b""
-    assert [decode_extras(encoded[r.staging_key], r.extras_digest) for r in records] == [{"note": "x"}, {}, {}]
+    assert encoded[place_of(records[2])] == b""
+    assert [decode_extras(encoded[place_of(r)], r.extras_digest) for r in records] == [{"note": "x"}, {}, {}]
     assert records[0].extras_digest == extras_digest({"note": "x"})
 
 
@@ -108,7 +110,7 @@ def test_the_route_shape_goes_into_the_header():
     plane = memory_plane()
     (record,) = calls(1)
     sink_on(plane, route_shape=lambda call: RouteShape(call.delta_len, 48, 8)).stage(record)
-    value = plane.get_samples([record.staging_key], STAGING, ["call"])["call"][0]
+    value = plane.get_samples([place_of(record)], STAGING, ["call"])["call"][0]
     assert unpack_call(value).routes == RouteShape(4, 48, 8)
 
 
@@ -124,8 +126,9 @@ def test_staging_a_call_again_leaves_one_row():
 def test_clear_removes_just_those_rows():
     plane = WatchedPlane()
     sink = sink_on(plane)
-    sink.stage_all(calls(3))
-    sink.clear(["r/c0", "r/c2", "r/unknown"])
+    records = calls(3)
+    sink.stage_all(records)
+    sink.clear([records[0], place_of(records[2]), place("r/unknown", records[0].digest)])
     sink.clear([])
     assert staged_keys(plane) == {"r/c1"}
 
@@ -144,7 +147,7 @@ def test_calls_staged_at_once_share_puts():
     assert [result.staging_key for result in results] == [record.staging_key for record in records]
     assert staged_calls(plane, records) == records
     assert len(plane.puts) <= 8
-    assert sorted(key for put in plane.puts for key in put) == sorted(record.staging_key for record in records)
+    assert sorted(key for put in plane.puts for key in put) == sorted(map(place_of, records))
 
 
 def test_a_call_alone_is_written_at_once():
@@ -184,13 +187,40 @@ def test_a_put_is_bounded_in_bytes_but_never_empty():
     assert [len(put) for put in plane.puts[5:]] == [1] * 10
 
 
-def test_one_key_twice_goes_into_two_puts_and_the_later_call_stays():
+def test_one_key_twice_in_other_bytes_keeps_both():
     plane = WatchedPlane()
     made = MadeRollout("r")
     first, second = made.call([1], [2], call_id="c"), made.call([1], [3], call_id="c")
-    assert all(result.ok for result in sink_on(plane).stage_all([first, *calls(1), second]))
-    assert plane.puts == [["r/c", "r/c0"], ["r/c"]]
-    assert staged_calls(plane, [second]) == [second]
+    results = sink_on(plane).stage_all([first, *calls(1), second])
+    assert [result.staging_key for result in results] == ["r/c", "r/c0", "r/c"]
+    assert len(plane.puts) == 1
+    assert staged_calls(plane, [first, second]) == [first, second]
+
+
+def test_two_rollouts_whose_ids_join_to_one_key_keep_both_their_calls():
+    plane = memory_plane()
+    short, long = MadeRollout("g/r"), MadeRollout("g/r/sub")
+    calls = [short.call([1], [2], call_id="sub/0"), long.call([1], [2], call_id="0")]
+    assert [result.staging_key for result in sink_on(plane).stage_all(calls)] == ["g/r/sub/0"] * 2
+    assert [call.rollout_id for call in staged_calls(plane, calls)] == ["g/r", "g/r/sub"]
+
+
+def test_one_call_twice_goes_into_two_puts_and_is_one_row():
+    plane = WatchedPlane()
+    (record,) = calls(1)
+    assert all(result.ok for result in sink_on(plane).stage_all([record, record]))
+    assert plane.puts == [[place_of(record)]] * 2
+    assert staged_places(plane) == {place_of(record)}
+
+
+def test_a_bare_staging_key_says_too_little_to_clear():
+    plane = memory_plane()
+    (record,) = calls(1)
+    sink = sink_on(plane)
+    assert sink.stage(record).ok
+    with pytest.raises(RequestError, match="'r/c0' is not the place of a staged call; give the call, its"):
+        sink.clear(["r/c0"])
+    assert staged_calls(plane, [record]) == [record]
 
 
 # --- faults -----------------------------------------------------------------------------------------
@@ -200,7 +230,7 @@ def refuse(*names: str) -> Callable[[Sequence[str]], None]:
     """The plane refuses every put that holds one of these keys."""
 
     def before_put(keys: Sequence[str]) -> None:
-        if set(names) & set(keys):
+        if set(names) & set(map(staging_key_of, keys)):
             raise SchemaViolation("does not fit", call="put_samples", partition=STAGING)
 
     return before_put
@@ -295,7 +325,7 @@ def test_a_bug_of_the_client_is_an_answer_and_a_traceback(kind, caplog):
 
 def test_a_bug_that_one_call_meets_costs_no_mate_of_its_batch():
     def broken(keys: Sequence[str]) -> None:
-        if any(key.endswith("/c3") for key in keys):
+        if any("/c3#" in key for key in keys):
             raise IndexError("a bug")
 
     plane = WatchedPlane(before_put=broken)
@@ -365,7 +395,7 @@ def test_clear_raises_when_the_plane_fails():
     sink = sink_on(plane)
     plane.close()
     with pytest.raises(DataPlaneError):
-        sink.clear(["r/c0"])
+        sink.clear(calls(1))
 
 
 def test_registering_the_partition_again_changes_nothing():

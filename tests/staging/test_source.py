@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from rollout_reassembler.contract.errors import DataPlaneTimeout, InvalidStagedCall, StagedRowsMissing
+from rollout_reassembler.contract.errors import DataPlaneTimeout, InvalidStagedCall, RequestError, StagedRowsMissing
 from rollout_reassembler.data_plane.base import SampleBatch
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.staging.codec import pack_call
+from rollout_reassembler.staging.places import place, place_of
 from rollout_reassembler.staging.source import StagingSource, prove_call
-from tests.captures import STAGING, MadeRollout, chain, memory_plane, registered, stage
+from tests.captures import STAGING, MadeRollout, chain, memory_plane, place_in, registered, stage
 
 
 def staged_plane(*rollouts: MadeRollout) -> MemoryDataPlane:
@@ -26,20 +27,20 @@ def source_on(plane: Any) -> StagingSource:
 
 
 def put_value(plane: MemoryDataPlane, key: str, value: bytes) -> None:
-    plane.put_samples([key], STAGING, {"call": [value], "extras": [b""]})
+    plane.put_samples([place_in(plane, key)], STAGING, {"call": [value], "extras": [b""]})
 
 
 def test_rows_come_in_the_order_asked():
     made = chain("r", 4)
     plane = staged_plane(made)
     order = [2, 0, 3, 1]
-    assert source_on(plane).fetch([f"r/c{at}" for at in order]) == [made.calls[at] for at in order]
+    assert source_on(plane).fetch([made.calls[at] for at in order]) == [made.calls[at] for at in order]
 
 
 def test_a_key_asked_twice_comes_twice():
     made = chain("r", 1)
     plane = staged_plane(made)
-    assert source_on(plane).fetch(["r/c0", "r/c0"]) == [made.calls[0]] * 2
+    assert source_on(plane).fetch([made.calls[0], place_of(made.calls[0])]) == [made.calls[0]] * 2
 
 
 def test_no_keys_ask_nothing_of_the_plane():
@@ -51,21 +52,24 @@ def test_no_keys_ask_nothing_of_the_plane():
 
 
 def test_missing_keys_are_named_in_the_order_asked():
-    plane = staged_plane(chain("r", 2))
-    with pytest.raises(StagedRowsMissing, match="'r/c9', 'r/c8'") as caught:
-        source_on(plane).fetch(["r/c9", "r/c0", "r/c8", "r/c1"])
-    assert caught.value.keys == ("r/c9", "r/c8")
+    made, other = chain("r", 2), chain("s", 2)
+    plane = staged_plane(made)
+    with pytest.raises(StagedRowsMissing, match=r"'s/c1#[0-9a-f]{32}', 's/c0#") as caught:
+        source_on(plane).fetch([other.calls[1], made.calls[0], other.calls[0], made.calls[1]])
+    assert caught.value.keys == (place_of(other.calls[1]), place_of(other.calls[0]))
     assert caught.value.partition == STAGING
 
 
 def test_a_row_half_written_is_missing():
     """A put that died between its columns leaves a key without a call."""
-    plane = staged_plane(chain("r", 1))
-    plane.put_samples(["r/c1"], STAGING, {"extras": [b""]})
-    plane.put_samples(["r/c2"], STAGING, tags=[{"rollout_id": "r"}])
+    made = chain("r", 3)
+    half, tagged = map(place_of, made.calls[1:])
+    plane = staged_plane(MadeRollout("r", made.calls[:1]))
+    plane.put_samples([half], STAGING, {"extras": [b""]})
+    plane.put_samples([tagged], STAGING, tags=[{"rollout_id": "r"}])
     with pytest.raises(StagedRowsMissing) as caught:
-        source_on(plane).fetch(["r/c0", "r/c1", "r/c2"])
-    assert caught.value.keys == ("r/c1", "r/c2")
+        source_on(plane).fetch(made.calls)
+    assert caught.value.keys == (half, tagged)
 
 
 def test_the_right_row_under_another_key_is_refused():
@@ -73,16 +77,17 @@ def test_the_right_row_under_another_key_is_refused():
     made, other = chain("r", 2), chain("s", 2)
     plane = staged_plane(made)
     put_value(plane, "r/c1", pack_call(other.calls[1]))
-    with pytest.raises(InvalidStagedCall, match="the row under 'r/c1' is that of 's/c1'") as caught:
-        source_on(plane).fetch(["r/c0", "r/c1"])
+    with pytest.raises(InvalidStagedCall, match=r"the row under 'r/c1#.{32}' is that of 's/c1#") as caught:
+        source_on(plane).fetch(made.calls)
     assert caught.value.code == "staging_key_mismatch"
 
 
 def test_a_malformed_row_is_refused():
-    plane = staged_plane(chain("r", 1))
+    made = chain("r", 1)
+    plane = staged_plane(made)
     put_value(plane, "r/c0", b"RRSC garbage")
     with pytest.raises(InvalidStagedCall) as caught:
-        source_on(plane).fetch(["r/c0"])
+        source_on(plane).fetch(made.calls)
     assert caught.value.code == "invalid_staging_row"
 
 
@@ -91,14 +96,15 @@ def test_a_packed_read_puts_every_key_into_exactly_one_place():
     plane = staged_plane(made)
     put_value(plane, "r/c1", b"")
     put_value(plane, "r/c2", pack_call(made.calls[3]))
-    keys = ["r/c0", "r/c1", "r/c2", "r/c3", "r/c4"]
-    fetched = source_on(plane).fetch_packed(keys)
-    assert set(fetched.calls) == {"r/c0", "r/c3"}
+    c0, c1, c2, c3 = map(place_of, made.calls)
+    gone = place("r/c4", made.calls[0].digest)
+    fetched = source_on(plane).fetch_packed([c0, c1, c2, c3, gone])
+    assert set(fetched.calls) == {c0, c3}
     assert {key: error.code for key, error in fetched.invalid.items()} == {
-        "r/c1": "invalid_staging_row",
-        "r/c2": "staging_key_mismatch",
+        c1: "invalid_staging_row",
+        c2: "staging_key_mismatch",
     }
-    assert fetched.missing == {"r/c4"}
+    assert fetched.missing == {gone}
 
 
 def test_one_read_a_call():
@@ -110,8 +116,9 @@ def test_one_read_a_call():
             return super().get_samples(*args, **kwargs)
 
     plane = Counting()
-    stage(registered(plane), chain("r", 20))
-    source_on(plane).fetch([f"r/c{at}" for at in range(20)])
+    made = chain("r", 20)
+    stage(registered(plane), made)
+    source_on(plane).fetch(made.calls)
     assert Counting.reads == 1
 
 
@@ -124,8 +131,9 @@ def test_reading_calls_never_moves_extras():
             return super().get_samples(sample_ids, partition_id, select_fields, **kwargs)
 
     plane = Selective()
-    stage(registered(plane), chain("r", 2))
-    assert len(source_on(plane).fetch(["r/c0", "r/c1"])) == 2
+    made = chain("r", 2)
+    stage(registered(plane), made)
+    assert len(source_on(plane).fetch(made.calls)) == 2
 
 
 def test_a_read_that_times_out_is_not_missing():
@@ -134,7 +142,7 @@ def test_a_read_that_times_out_is_not_missing():
             raise DataPlaneTimeout("no answer", call="get_samples", partition=STAGING, seconds=60)
 
     with pytest.raises(DataPlaneTimeout):
-        source_on(Silent()).fetch(["r/c0"])
+        source_on(Silent()).fetch(chain("r", 1).calls)
 
 
 def test_ids_with_slashes_are_not_told_by_their_key():
@@ -144,3 +152,18 @@ def test_ids_with_slashes_are_not_told_by_their_key():
     assert call.staging_key == other.staging_key == "a/b/c"
     assert prove_call("a/b/c", pack_call(call)).rollout_id == "a/b"
     assert prove_call("a/b/c", pack_call(other)).rollout_id == "a"
+
+
+def test_other_bytes_under_the_same_staging_key_are_not_the_call_asked_for():
+    made = MadeRollout("r")
+    asked, other = made.call([1], [2], call_id="c"), made.call([1], [3], call_id="c")
+    plane = staged_plane(MadeRollout("r", [asked]))
+    put_value(plane, "r/c", pack_call(other))
+    with pytest.raises(InvalidStagedCall) as caught:
+        source_on(plane).fetch([asked])
+    assert caught.value.code == "staging_key_mismatch"
+
+
+def test_a_bare_staging_key_says_too_little_to_fetch():
+    with pytest.raises(RequestError, match="'r/c0' is not the place of a staged call"):
+        source_on(staged_plane(chain("r", 1))).fetch(["r/c0"])

@@ -12,7 +12,7 @@ from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.reassembly.route_plan import RoutePlan, encode_route_plan
 from rollout_reassembler.reassembly.routes import RouteFailure
 from rollout_reassembler.trainer.deferred_routes import execute_route_plans, release_route_plans
-from tests.captures import STAGING, memory_plane, staged_keys
+from tests.captures import STAGING, at_places, memory_plane, place_in, staged_keys
 from tests.route_captures import Turn, expected, made, planned, stage
 
 TURNS = [Turn(2, 2), Turn(1, 3)]
@@ -113,9 +113,9 @@ class TestFailures:
     def fail(self, batch: Batch, code: str) -> None:
         """Make row 1 fail with this code."""
         if code == "missing_fragment":
-            batch.plane.clear_samples(["r1/c1"], STAGING)
+            batch.plane.clear_samples([place_in(batch.plane, "r1/c1")], STAGING)
         elif code == "fragment_integrity":
-            batch.plane.put_samples(["r1/c1"], STAGING, {"extras": [b"garbled"]})
+            batch.plane.put_samples([place_in(batch.plane, "r1/c1")], STAGING, {"extras": [b"garbled"]})
         elif code == "canonical_length_mismatch":
             batch.lengths[1] = 9
         elif code == "invalid_route_plan":
@@ -168,7 +168,7 @@ class TestFailures:
     def test_a_plan_of_another_row_releases_nothing(self, batch: Batch) -> None:
         self.fail(batch, "canonical_length_mismatch")
         _, report = batch.execute()
-        assert report.unreleased == ("r1/c0", "r1/c1")
+        assert report.unreleased == at_places("r1/c0", "r1/c1")
         assert staged_keys(batch.plane) == {"r1/c0", "r1/c1"}
 
     def test_a_clear_that_fails_is_reported_not_raised(self, batch: Batch) -> None:

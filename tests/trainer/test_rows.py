@@ -18,7 +18,7 @@ from rollout_reassembler.reassembly.routes import RouteFailure
 from rollout_reassembler.trainer import rows
 from rollout_reassembler.trainer.batch import TrainBatch
 from rollout_reassembler.trainer.rows import iter_batches
-from tests.captures import CANONICAL, chain, finalize, memory_plane, stage, staged_keys
+from tests.captures import CANONICAL, chain, finalize, memory_plane, place_in, stage, staged_keys
 from tests.route_captures import Turn, expected, made, planned, truth
 from tests.route_captures import stage as stage_with_routes
 
@@ -325,7 +325,7 @@ class TestDeferredRoutes:
         assert staged_keys(plane) == set()
 
     def test_a_failure_is_raised_or_counted(self, plane: MemoryDataPlane) -> None:
-        plane.clear_samples(["r1/c0"], "staging")
+        plane.clear_samples([place_in(plane, "r1/c0")], "staging")
         options = {"routes": "deferred", "model_shape": (2, 2)}
         with pytest.raises(RouteFailure, match="row 'g_g1'"):
             batches(plane, *self.IDS, **options, on_failure="raise")

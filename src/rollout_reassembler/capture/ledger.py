@@ -266,6 +266,7 @@ def _admission(
     rollout_id: str, call_id: str, decision: ParentDecision, index: RolloutIndex, admitted_at: float
 ) -> CaptureAdmission:
     parent = decision.parent
+    chain = index.staging_chain(parent) if parent is not None else ()
     return CaptureAdmission(
         rollout_id=rollout_id,
         model_call_id=call_id,
@@ -275,7 +276,8 @@ def _admission(
         parent_call_id=parent.model_call_id if parent is not None else None,
         prev_len=parent.cum_len if parent is not None else 0,
         parent_chain_hash=parent.chain_hash if parent is not None else None,
-        staging_chain=index.staging_chain(parent) if parent is not None else (),
+        staging_chain=tuple(staged.staging_key for staged in chain),
+        staging_digests=tuple(staged.digest for staged in chain),
     )
 
 

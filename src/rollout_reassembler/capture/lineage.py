@@ -171,12 +171,12 @@ class RolloutIndex:
     def last_admitted_at(self) -> float:
         return max((row.admitted_at for row in self.admissions.values()), default=0.0)
 
-    def staging_chain(self, record: CallRecord) -> tuple[str, ...]:
-        """The staging keys from the root to `record`. A parent is always recorded before its child."""
-        chain = [record.staging_key]
+    def staging_chain(self, record: CallRecord) -> tuple[CallRecord, ...]:
+        """The staged calls from the root to `record`. A parent is always recorded before its child."""
+        chain = [record]
         while record.parent_call_id is not None:
             record = self.records[record.parent_call_id]
-            chain.append(record.staging_key)
+            chain.append(record)
         return tuple(reversed(chain))
 
     def resolve(self, request: Request) -> ParentDecision:

@@ -53,7 +53,7 @@ from rollout_reassembler.contract.digests import Floats, Integers
 from rollout_reassembler.contract.engine_values import Numbers
 from rollout_reassembler.contract.errors import CallClosed, InvalidStagedCall, ReassemblerError, StagedRowsMissing
 from rollout_reassembler.contract.model_shape import ModelShape
-from rollout_reassembler.contract.records import StagedCall, StageResult, seal_call
+from rollout_reassembler.contract.records import StagedCall, StagedReference, StageResult, seal_call
 
 LOGGER = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class CallSink(Protocol):
 class CallSource(Protocol):
     """Where staged calls are read from: in the order asked, or `StagedRowsMissing`."""
 
-    def fetch(self, keys: list[str], /) -> list[StagedCall]: ...
+    def fetch(self, keys: list[StagedReference], /) -> list[StagedCall]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,9 @@ class CallRecorder:
             return held
         if self._source is None:
             raise StagedRowsMissing("not cached here, and this recorder has no source", keys=admission.staging_chain)
-        token_ids = _followed(self._source.fetch(list(admission.staging_chain)), admission)
+        if not admission.staging_digests:
+            raise StagedRowsMissing("the admission names no digests to find them by", keys=admission.staging_chain)
+        token_ids = _followed(self._source.fetch(admission.staged_chain), admission)
         self._prefixes.put(key, parent.chain_hash, token_ids)
         return token_ids
 

@@ -20,7 +20,15 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictStr, model_validator
 
-from rollout_reassembler.contract.records import CallMode, Count, DigestHex, Identifier, StagedCall, staging_key
+from rollout_reassembler.contract.records import (
+    CallMode,
+    Count,
+    DigestHex,
+    Identifier,
+    StagedCall,
+    StagedReference,
+    staging_key,
+)
 
 Message = Mapping[str, Any]
 """One turn of a conversation, as the chat API has it: `role`, `content`, `tool_calls`, …"""
@@ -81,8 +89,9 @@ class CaptureAdmission(_CaptureRecord):
     """One call that may be generated, and which tokens its prompt must begin with.
 
     Made by the ledger, consumed by a recorder. `staging_chain` holds the staging keys from the root to
-    the parent: the prefix is their deltas, one after the other. An *unresolved* admission has no
-    parent and is never staged; the call is answered all the same, and its rollout is poisoned.
+    the parent, `staging_digests` their digests: the prefix is their deltas, one after the other. An
+    *unresolved* admission has no parent and is never staged; the call is answered all the same, and its
+    rollout is poisoned.
     """
 
     resolution: Resolution
@@ -90,6 +99,7 @@ class CaptureAdmission(_CaptureRecord):
     staging_chain: tuple[Identifier, ...] = ()
     unresolved_reason: StrictStr | None = None
     admitted_at: StrictFloat | None = None
+    staging_digests: tuple[DigestHex, ...] = ()
 
     @model_validator(mode="after")
     def _check_state(self) -> Self:
@@ -103,7 +113,16 @@ class CaptureAdmission(_CaptureRecord):
             raise ValueError("a call has a parent, the parent's chain hash and a staging chain, or none of the three")
         if has_parent and self.staging_chain[-1] != staging_key(self.rollout_id, str(self.parent_call_id)):
             raise ValueError(f"the staging chain ends at {self.staging_chain[-1]!r}, not at the parent")
+        if self.staging_digests and len(self.staging_digests) != len(self.staging_chain):
+            raise ValueError(
+                f"{len(self.staging_digests)} digests for a chain of {len(self.staging_chain)} staged calls"
+            )
         return self
+
+    @property
+    def staged_chain(self) -> list[StagedReference]:
+        """The staged calls from the root to the parent; none where the digests are not known."""
+        return list(map(StagedReference, self.staging_chain, self.staging_digests))
 
     @property
     def parent(self) -> ParentLink | None:

@@ -10,8 +10,8 @@ taken for a whole one; then comes one a rollout, groups in one piece:
 `fallback_weight_version`, `sample_id`, `mask_sample`, `truncated` and `loss_multiplier` may be given too.
 A line that is itself a receipt is a group of its own, with the receipt's reward.
 
-`staged.parquet`, one row a staged call: `key`, `rollout_id`, `call` (the packed call, see
-`staging/codec.py`) and `extras` (see `staging/extras.py`; empty for none). Its metadata may hold
+`staged.parquet`, one row a staged call: `key` (its place, or its staging key), `rollout_id`, `call` (the
+packed call, see `staging/codec.py`) and `extras` (see `staging/extras.py`; empty for none). Its metadata may hold
 `pad_token_id`. A row that cannot be staged costs its rollout: one with a null in it, or one of several
 that differ under one key.
 """
@@ -36,6 +36,7 @@ from rollout_reassembler.contract.errors import BadArchive
 from rollout_reassembler.contract.messages import ReassemblyRequest
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.durable import replacing_folder
+from rollout_reassembler.staging.codec import staged_place
 from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD, ROLLOUT_TAG
 
 RECEIPTS_FILE = "receipts.jsonl"
@@ -111,7 +112,7 @@ class Archive:
             refused += len(rows) - len(good)
             if good:
                 dp_client.put_samples(
-                    [row["key"] for row in good],
+                    [staged_place(row["key"], row["call"]) for row in good],
                     staging_partition,
                     {CALL_FIELD: [row["call"] for row in good], EXTRAS_FIELD: [row["extras"] for row in good]},
                     [{ROLLOUT_TAG: row["rollout_id"]} for row in good],

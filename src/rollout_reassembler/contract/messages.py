@@ -55,8 +55,9 @@ class FinalizedGroup:
     """The answer to a request: which rows were published and what became of each rollout.
 
     `metrics` are plain numbers by name. `rejections` maps a rejected rollout's id to its reason.
-    `staging_keys` are the staged rows that were proven to be the group's own, to be cleared once it
-    is published; `cleanup_pending` are those that may still be there (none on a good day). `timings` are milliseconds a
+    `staging_keys` are the staged rows that were proven to be the group's own, by their keys in the staging
+    partition (places, see `staging/places.py`), to be cleared once it is published; `cleanup_pending` are
+    those that may still be there (none on a good day). `timings` are milliseconds a
     phase; they tell of one run, so they take no part in comparing answers.
     """
 

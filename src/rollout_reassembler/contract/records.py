@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -196,6 +196,13 @@ class StagedCall(_CallFields):
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+
+class StagedReference(NamedTuple):
+    """A staged call by its key and digest: what is needed to find its row."""
+
+    staging_key: str
+    digest: str
 
 
 class ParentCall(Protocol):

@@ -60,6 +60,7 @@ from rollout_reassembler.reassembly.rows import (
 )
 from rollout_reassembler.reassembly.spans import encode_spans
 from rollout_reassembler.reassembly.verify import LinearizedRow, prove_rollout
+from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.source import StagingSource
 
 logger = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ class RolloutReassembler:
     def _read(self, admitted: Sequence[RolloutReceipt | Rejection]) -> dict[str, bytes]:
         """The staged values that the admitted receipts name, in one read."""
         receipts = [receipt for receipt in admitted if isinstance(receipt, RolloutReceipt)]
-        values, _ = self._source.read_values([record.staging_key for r in receipts for record in r.manifest])
+        values, _ = self._source.read_values([place_of(record) for r in receipts for record in r.manifest])
         return values
 
     def _prove(
@@ -252,7 +253,7 @@ class RolloutReassembler:
         worth = publishable_reward(reward)
         if isinstance(receipt, Rejection):
             return rejected(rollout_id, receipt.reason, receipt.detail, reward=worth or 0.0)
-        keys = tuple(record.staging_key for record in receipt.manifest)
+        keys = tuple(map(place_of, receipt.manifest))
         missing = [key for key in keys if key not in values]
         if missing:
             detail = f"{len(missing)} of {len(keys)} staged rows are missing, first {missing[0]!r}"

@@ -4,8 +4,10 @@ A plan has one span for each call of the chain, in order; the spans' lengths sum
 which fragment a span takes its rows from and what that fragment must hash to, so that whoever
 executes it (the actor at once, or the trainer later) needs neither receipt nor tokens:
 
-    call a: 2 carried, 1 generated, 3 route rows staged     span 0: tokens 0-2  of "r1/a"
-    call b: 1 carried, 1 generated, 2 route rows staged     span 1: tokens 3-4  of "r1/b"
+    call a: 2 carried, 1 generated, 3 route rows staged     span 0: tokens 0-2  of "r1/a#9f2c…"
+    call b: 1 carried, 1 generated, 2 route rows staged     span 1: tokens 3-4  of "r1/b#07d1…"
+
+A plan's staging keys are *places* (`staging/places.py`): the keys under which the rows lie.
 
 In deferred mode the plan travels as a tag of its row, which every reader of metadata pays for, so it
 is small: `encode_route_plan` writes the digests raw (32 bytes that nothing can compress), keys once
@@ -31,9 +33,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from rollout_reassembler.contract.digests import EXTRAS_DIGEST_VERSION
 from rollout_reassembler.contract.errors import InvalidRoutePlan
-from rollout_reassembler.contract.records import Count, DigestHex, Identifier, staging_key
+from rollout_reassembler.contract.records import Count, DigestHex, Identifier
 from rollout_reassembler.contract.routed_experts import RouteSpanMode, classify_route_span
 from rollout_reassembler.reassembly.verify import LinearizedRow
+from rollout_reassembler.staging.places import place_of
 
 ROUTE_PLAN_TAG = "route_plan"
 ROUTE_PLAN_SCHEMA = 2
@@ -118,7 +121,7 @@ class RoutePlan(BaseModel):
 
 
 def plan_routes(row: LinearizedRow, *, staging_partition: str, cleanup_keys: Sequence[str]) -> RoutePlan:
-    """The plan of a proven row. `cleanup_keys` are all staged keys of its rollout, off the chain too.
+    """The plan of a proven row. `cleanup_keys` are the places of all staged calls of its rollout, off the chain too.
 
     Raises `InvalidRoutePlan`, also for a cleanup key of another rollout: executing the plan clears it.
     """
@@ -127,14 +130,14 @@ def plan_routes(row: LinearizedRow, *, staging_partition: str, cleanup_keys: Seq
         raise InvalidRoutePlan(f"cleanup key {foreign[0]!r} is not of rollout {row.rollout_id!r}")
     spans = [
         {
-            "staging_key": staging_key(row.rollout_id, link.model_call_id),
+            "staging_key": place_of(call),
             "carry_len": link.carry_len,
             "generation_len": link.generation_len,
-            "staged_route_len": shape.rows,
+            "staged_route_len": call.routes.rows,
             "extras_digest_version": commitment.extras_digest_version,
             "extras_digest": commitment.extras_digest,
         }
-        for link, commitment, shape in zip(row.link_spans, row.extras_commitments, row.route_shapes, strict=True)
+        for call, link, commitment in zip(row.calls, row.link_spans, row.extras_commitments, strict=True)
     ]
     return RoutePlan.from_dict(
         {

@@ -73,9 +73,9 @@ class FinalizedRollout:
 
     `token_ids` int64 `[T]`, `token_mask` and `logprobs` float32 `[T]`, `routed_experts` int16
     `[T, L, K]` in direct mode. A rejected rollout has empty columns and a `rejection_reason`.
-    `staging_keys` are the rows that were read and proven to be this rollout's own, `missing_keys` those
-    that its receipt names and that are not there. `min_wv` and `max_wv` span the calls that are trained.
-    `spans` is the row's proof (`spans.py`), no bytes where there is none.
+    `staging_keys` are the places of the rows that were read and proven to be this rollout's own, `missing_keys`
+    those that its receipt names and that are not there. `min_wv` and `max_wv` span the calls that are
+    trained. `spans` is the row's proof (`spans.py`), no bytes where there is none.
     """
 
     rollout_id: str

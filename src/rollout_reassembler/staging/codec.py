@@ -47,7 +47,8 @@ from rollout_reassembler.contract.digests import (
     text,
 )
 from rollout_reassembler.contract.errors import InvalidStagedCall
-from rollout_reassembler.contract.records import CallRecord, StagedCall
+from rollout_reassembler.contract.records import CallRecord, StagedCall, staging_key
+from rollout_reassembler.staging.places import is_place, place
 
 MAGIC = b"RRSC"
 VERSION = 1
@@ -106,6 +107,10 @@ class PackedCall(NamedTuple):
     tokens_at: int
 
     @property
+    def staging_key(self) -> str:
+        return staging_key(self.rollout_id, self.model_call_id)
+
+    @property
     def token_ids_delta(self) -> npt.NDArray[np.int64]:
         return np.frombuffer(self.value, _TOKEN_ID, self.delta_len, self.tokens_at)
 
@@ -162,6 +167,11 @@ def pack_call(call: StagedCall, routes: RouteShape = NO_ROUTES) -> bytes:
     flags = _BOUNDARY_FLAG if routes.boundary else 0
     digest = bytes.fromhex(call.digest)
     return _HEADER.pack(MAGIC, VERSION, flags, 0, routes.rows, routes.layers, routes.topk, digest) + call.preimage
+
+
+def staged_place(key: str, value: bytes) -> str:
+    """Where a packed value lies whose key is a place or a staging key. Opens nothing, and proves nothing."""
+    return key if is_place(key) else place(key, value[_DIGEST_AT : _HEADER.size].hex())
 
 
 def unpack_call(value: bytes) -> PackedCall:

@@ -30,6 +30,7 @@ from rollout_reassembler.contract.errors import (
 from rollout_reassembler.contract.records import StagedCall, StageResult
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.staging.codec import RouteShape, pack_call
+from rollout_reassembler.staging.places import Staged, as_places, place_of
 from rollout_reassembler.staging.routes import route_shape
 from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD, ROLLOUT_TAG, STAGED_AT_TAG
 
@@ -40,7 +41,8 @@ LOGGER = logging.getLogger(__name__)
 class _Pending:
     """One encoded call on its way: done once a put has answered for it, with an error if it is not durable."""
 
-    key: str
+    staging_key: str
+    place: str
     rollout_id: str
     value: bytes
     extras: bytes
@@ -51,7 +53,7 @@ class _Pending:
     def result(self) -> StageResult:
         if self.error:
             return StageResult(ok=False, error=self.error)
-        return StageResult(ok=True, staging_key=self.key)
+        return StageResult(ok=True, staging_key=self.staging_key)
 
 
 class StagingSink:
@@ -110,16 +112,19 @@ class StagingSink:
             self._write(self._take_batch(waiting))
         return [pending.result if isinstance(pending, _Pending) else pending for pending in encoded]
 
-    def clear(self, keys: Sequence[str]) -> None:
-        """Remove staged rows. Raises `DataPlaneError`."""
+    def clear(self, keys: Sequence[str | Staged]) -> None:
+        """Remove staged rows: staged calls, manifest rows, or places (`FinalizedGroup.staging_keys`).
+
+        Raises `RequestError` for a bare staging key, and `DataPlaneError`.
+        """
         if keys:
-            self._client.clear_samples(list(keys), self._partition)
+            self._client.clear_samples(as_places(keys), self._partition)
 
     def _encode(self, record: StagedCall) -> _Pending | StageResult:
         try:
             routes = self._route_shape(record)
             extras = encode_extras(record.extras) if record.extras is not None else b""
-            return _Pending(record.staging_key, record.rollout_id, pack_call(record, routes), extras)
+            return _Pending(record.staging_key, place_of(record), record.rollout_id, pack_call(record, routes), extras)
         except ContractError as error:
             return StageResult(ok=False, error=str(error))
         except Exception as error:
@@ -136,15 +141,15 @@ class StagingSink:
                 self._turn.notify_all()
 
     def _take_batch(self, waiting: list[_Pending]) -> list[_Pending]:
-        """Take what fits one put off the front; a key that comes twice waits for the next put."""
+        """Take what fits one put off the front; a call that comes twice waits for the next put."""
         batch: list[_Pending] = []
-        keys: set[str] = set()
+        places: set[str] = set()
         size = 0
-        while waiting and waiting[0].key not in keys:
+        while waiting and waiting[0].place not in places:
             size += len(waiting[0].value) + len(waiting[0].extras)
             if batch and size > self._max_batch_bytes:
                 break
-            keys.add(waiting[0].key)
+            places.add(waiting[0].place)
             batch.append(waiting.pop(0))
         return batch
 
@@ -182,7 +187,7 @@ class StagingSink:
     def _put(self, batch: list[_Pending]) -> None:
         staged_at = time.time()
         self._client.put_samples(
-            [pending.key for pending in batch],
+            [pending.place for pending in batch],
             self._partition,
             {CALL_FIELD: [p.value for p in batch], EXTRAS_FIELD: [p.extras for p in batch]},
             [{ROLLOUT_TAG: p.rollout_id, STAGED_AT_TAG: staged_at} for p in batch],

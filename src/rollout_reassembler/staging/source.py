@@ -1,6 +1,9 @@
-"""Reader side of staging: rows by key, in the order asked, each proven to be the row asked for.
+"""Reader side of staging: rows by place, in the order asked, each proven to be the row asked for.
 
-The data plane is not trusted with identity: it reuses places, and a row may come back under another
+    source.fetch(receipt.manifest)                 # manifest rows, or staged calls
+    source.fetch([place("r1/c0", "9f2c…")])        # or places (`staging/places.py`)
+
+The data plane is not trusted with identity: it reuses numbers, and a row may come back under another
 row's key. A packed call carries its own identity inside the bytes that its digest covers, so a row
 that unpacks under the wrong key is caught here (`staging_key_mismatch`).
 """
@@ -11,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollout_reassembler.contract.errors import InvalidStagedCall, StagedRowsMissing
-from rollout_reassembler.contract.records import StagedCall, staging_key
+from rollout_reassembler.contract.records import StagedCall
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.staging.codec import PackedCall, unpack_call
+from rollout_reassembler.staging.places import Staged, as_places, place_of
 from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD
 
 
@@ -21,7 +25,7 @@ from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD
 class FetchedCalls:
     """What one read of staged calls gave: the proven ones, the malformed ones, the missing ones.
 
-    Every key that was asked for is in exactly one of the three.
+    Every place that was asked for is in exactly one of the three.
     """
 
     calls: dict[str, PackedCall]
@@ -36,12 +40,14 @@ class StagingSource:
         self._client = dp_client
         self._partition = staging_partition
 
-    def fetch(self, keys: Sequence[str]) -> list[StagedCall]:
-        """The calls under `keys`, in that order.
+    def fetch(self, keys: Sequence[str | Staged]) -> list[StagedCall]:
+        """The calls that `keys` name, in that order: manifest rows, staged calls, or places.
 
-        Raises `StagedRowsMissing` naming the keys that are not there, `InvalidStagedCall` for a row
-        that is malformed or not the one asked for, `DataPlaneError` when the plane fails.
+        Raises `StagedRowsMissing` naming the places where nothing is, `InvalidStagedCall` for a row
+        that is malformed or not the one asked for, `RequestError` for a bare staging key, and
+        `DataPlaneError` when the plane fails.
         """
+        keys = as_places(keys)
         fetched = self.fetch_packed(keys)
         if fetched.missing:
             missing = [key for key in keys if key in fetched.missing]
@@ -50,37 +56,47 @@ class StagingSource:
             raise error
         return [fetched.calls[key].to_call() for key in keys]
 
-    def fetch_packed(self, keys: Sequence[str]) -> FetchedCalls:
-        """All rows under `keys` in one read, sorted into proven, malformed and missing ones."""
-        values, missing = self.read_values(keys)
+    def fetch_packed(self, places: Sequence[str]) -> FetchedCalls:
+        """All rows at `places` in one read, sorted into proven, malformed and missing ones."""
+        values, missing = self.read_values(places)
         calls: dict[str, PackedCall] = {}
         invalid: dict[str, InvalidStagedCall] = {}
         for key, value in values.items():
             try:
-                calls[key] = prove_call(key, value)
+                calls[key] = _proven(key, value)
             except InvalidStagedCall as error:
                 invalid[key] = error
         return FetchedCalls(calls, invalid, missing)
 
-    def read_values(self, keys: Sequence[str]) -> tuple[dict[str, bytes], frozenset[str]]:
-        """The packed values under `keys`, unopened, and the keys that have none."""
-        return self._read(keys, CALL_FIELD)
+    def read_values(self, places: Sequence[str]) -> tuple[dict[str, bytes], frozenset[str]]:
+        """The packed values at `places`, unopened, and the places that have none."""
+        return self._read(places, CALL_FIELD)
 
-    def fetch_extras(self, keys: Sequence[str]) -> tuple[dict[str, bytes], frozenset[str]]:
-        """The encoded extras under `keys`, unopened, and the keys that have no row."""
-        return self._read(keys, EXTRAS_FIELD)
+    def fetch_extras(self, places: Sequence[str]) -> tuple[dict[str, bytes], frozenset[str]]:
+        """The encoded extras at `places`, unopened, and the places that have no row."""
+        return self._read(places, EXTRAS_FIELD)
 
-    def _read(self, keys: Sequence[str], field_name: str) -> tuple[dict[str, bytes], frozenset[str]]:
-        if not keys:
+    def _read(self, places: Sequence[str], field_name: str) -> tuple[dict[str, bytes], frozenset[str]]:
+        if not places:
             return {}, frozenset()
-        batch = self._client.get_samples(list(keys), self._partition, [field_name], partial=True)
+        batch = self._client.get_samples(list(places), self._partition, [field_name], partial=True)
         return dict(zip(batch.sample_ids, batch[field_name], strict=True)), frozenset(batch.missing)
 
 
 def prove_call(key: str, value: bytes) -> PackedCall:
-    """Unpack the value found under `key`. Raises `InvalidStagedCall` when it is not that key's call."""
+    """Unpack the value of the call with staging key `key`. Raises `InvalidStagedCall` when it is another's."""
     call = unpack_call(value)
-    found = staging_key(call.rollout_id, call.model_call_id)
-    if found != key:
-        raise InvalidStagedCall(f"the row under {key!r} is that of {found!r}", code="staging_key_mismatch")
+    if call.staging_key != key:
+        raise _misplaced(key, call.staging_key)
     return call
+
+
+def _proven(place: str, value: bytes) -> PackedCall:
+    call = unpack_call(value)
+    if (found := place_of(call)) != place:
+        raise _misplaced(place, found)
+    return call
+
+
+def _misplaced(key: str, found: str) -> InvalidStagedCall:
+    return InvalidStagedCall(f"the row under {key!r} is that of {found!r}", code="staging_key_mismatch")

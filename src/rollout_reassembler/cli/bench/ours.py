@@ -84,7 +84,7 @@ class OursArm:
             raise RuntimeError(f"staging for the bench failed: {result.error}")
 
     def clear_staged(self, calls: list[StagedCall]) -> None:
-        self._sink.clear([call.staging_key for call in calls])
+        self._sink.clear(calls)
 
 
 def _arguments(request: ReassemblyRequest) -> dict[str, Any]:

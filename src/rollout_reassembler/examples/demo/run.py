@@ -40,6 +40,7 @@ from rollout_reassembler.examples.demo.policy import DemoPolicy
 from rollout_reassembler.examples.demo.proof import MAX_LOGPROB_ERROR, Proof, prove_rows, retokenized_rollouts
 from rollout_reassembler.examples.demo.server import PolicyServer
 from rollout_reassembler.staging.codec import unpack_call
+from rollout_reassembler.staging.places import place
 from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD
 from rollout_reassembler.staging.sink import StagingSink
 from rollout_reassembler.staging.source import StagingSource
@@ -212,7 +213,8 @@ def _request(
 
 def _tamper(client: DataPlaneClient, rollout_id: str) -> None:
     """Flip one bit of one staged token, as a bad disk or a stray write would."""
-    key = staging_key(rollout_id, "call-1")
+    staged = place(staging_key(rollout_id, "call-1"), "")
+    key = next(key for key in client.list_samples(STAGING) if key.startswith(staged))
     value = bytearray(client.get_samples([key], STAGING, [CALL_FIELD])[CALL_FIELD][0])
     value[unpack_call(bytes(value)).tokens_at + 7] ^= 1
     client.put_samples([key], STAGING, {CALL_FIELD: [bytes(value)]})
