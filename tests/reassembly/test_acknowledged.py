@@ -57,7 +57,9 @@ def run(order: list[tuple[str, str]], plane: DataPlaneClient, ledger: CaptureLed
             assert coords[worker].disposition == "staged"
         elif step == "record":
             try:
-                ledger.record(admission, coords[worker], response_id=worker, output=worker)
+                ledger.record(
+                    admission, coords[worker], response_id=worker, output={"role": "assistant", "content": worker}
+                )
                 recorded.append(worker)
             except LedgerConflict:
                 assert recorded, "the first word counts"
