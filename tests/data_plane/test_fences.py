@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,8 +19,8 @@ from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout
 from rollout_reassembler.data_plane import barrier
 from rollout_reassembler.data_plane.base import FieldSpec
 from rollout_reassembler.data_plane.config import Deadlines
-from rollout_reassembler.data_plane.transfer_queue.sockets import Call
-from tests.data_plane.plain_queue import PlainQueue, QueueHost
+from tests.data_plane.plain_queue import PlainQueue, QueueHost, in_a_call
+from tests.data_plane.stoppable import Stoppable
 
 DEADLINES = Deadlines(read=10, write=20, clear=20, metadata=10, connect=20, checkpoint=20, quiesced=20)
 
@@ -36,57 +35,6 @@ EVERY_STEP = [(kind, step) for kind, (_, count) in STEPS.items() for step in ran
 
 WITH_THE_ONE_BEFORE = ("put", 3)
 """What is announced goes out without waiting for the answer to the tags, which may be late then."""
-
-
-class Stoppable:
-    """Stops a client at a message of its next write, as SIGSTOP would, until it is resumed."""
-
-    def __init__(self, plane: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plane = plane
-        self.is_stopped = threading.Event()
-        self._runs = threading.Event()
-        self._runs.set()
-        self._left: int | None = None
-        self._behind_look = False
-        self._writer: threading.Thread | None = None
-        gate_rows = plane._gate._rows
-        for name in ("put", "get", "clear", "list"):
-            monkeypatch.setattr(gate_rows, name, self._held_up(getattr(gate_rows, name)))
-        require_lease = Call.require_lease
-
-        def stopping(call: Call) -> None:
-            is_here = call._sockets is plane._rows.sockets and call.lease is not None and self._left == 0
-            if is_here and not self._behind_look:
-                self._stop()
-            require_lease(call)
-            if is_here and self._behind_look:
-                self._stop()
-            if call._sockets is plane._rows.sockets and call.lease is not None and self._left is not None:
-                self._left -= 1
-
-        monkeypatch.setattr(Call, "require_lease", stopping)
-
-    def stop_at(self, message: int, *, behind_look: bool = False) -> None:
-        self._left, self._behind_look = message, behind_look
-
-    def stop(self) -> None:
-        self._runs.clear()
-
-    def resume(self) -> None:
-        self._runs.set()
-
-    def _stop(self) -> None:
-        self._left = None
-        self.stop()
-        self.is_stopped.set()
-        self._runs.wait(30)
-
-    def _held_up(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def held_up(*args: Any) -> Any:
-            self._runs.wait(30)
-            return work(*args)
-
-        return held_up
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +68,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def state_of(plane: Any) -> Any:
     """All that a checkpoint of the partition would hold."""
-    from tests.data_plane.plain_queue import in_a_call
-
     produced = in_a_call(plane, lambda call: plane._rows._produced(call, "p", ["step"]))
     rows = plane.get_samples(["a", "b"], "p", partial=True)
     return plane.list_samples("p"), rows.sample_ids, rows["step"].tolist(), produced

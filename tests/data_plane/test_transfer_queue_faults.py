@@ -20,8 +20,6 @@ from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec
 from rollout_reassembler.data_plane.config import Deadlines
 from tests.data_plane.plain_queue import PlainQueue, QueueHost, Server, in_a_call
 
-pytest.importorskip("transfer_queue")
-
 SECONDS = 3.0
 DEADLINES = Deadlines(read=SECONDS, write=SECONDS, clear=SECONDS, metadata=SECONDS, connect=20, checkpoint=SECONDS)
 IN_TIME = SECONDS + 1.5

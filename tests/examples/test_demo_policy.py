@@ -8,9 +8,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="the demo's extra is not installed")
-pytest.importorskip("transformers", reason="the demo's extra is not installed")
-
 from rollout_reassembler.examples.demo.policy import EXPERTS, LAYERS, TOP_K, DemoPolicy, Generation, Session
 from rollout_reassembler.examples.demo.tokenizer import DemoTokenizer, build_tokenizer
 

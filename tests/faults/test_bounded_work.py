@@ -18,8 +18,6 @@ from rollout_reassembler.staging.sink import StagingSink
 from tests.captures import STAGING, chain, registered
 from tests.data_plane.plain_queue import QueueHost, server_info
 
-pytest.importorskip("transfer_queue")
-
 
 class FadingPlane(MemoryDataPlane):
     """It refuses a batch, takes one record of it, and is silent from then on."""

@@ -16,8 +16,6 @@ from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec
 from rollout_reassembler.data_plane.config import Deadlines
 from tests.data_plane.plain_queue import PlainQueue
 
-pytest.importorskip("transfer_queue")
-
 pytestmark = pytest.mark.slow
 
 DEADLINES = Deadlines(read=1.0, write=1.25, clear=1.5, metadata=1.75, connect=2.0, checkpoint=2.25, quiesced=60.0)

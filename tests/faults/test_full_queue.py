@@ -20,8 +20,6 @@ from tests.faults.groups import HEALTHY, SIZE, Group, count
 from tests.faults.victims import DEADLINES, VictimHost
 from tests.reassembly.contents import RECORDS
 
-pytest.importorskip("transfer_queue")
-
 pytestmark = pytest.mark.slow
 
 STAGED = 6

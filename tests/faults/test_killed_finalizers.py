@@ -22,8 +22,6 @@ from tests.faults.groups import HEALTHY, KINDS, Group, count
 from tests.faults.requests import Death
 from tests.faults.victims import DEADLINES, Finalize, VictimHost
 
-pytest.importorskip("transfer_queue")
-
 pytestmark = pytest.mark.slow
 
 PAIRS = 48

@@ -14,8 +14,6 @@ from tests.captures import STAGING, chain, finalize, stage
 from tests.data_plane.plain_queue import PlainQueue
 from tests.faults.victims import Stage, VictimHost
 
-pytest.importorskip("transfer_queue")
-
 pytestmark = pytest.mark.slow
 
 KILLS = 16

@@ -26,8 +26,6 @@ from tests.faults.groups import HEALTHY, KINDS, SIZE, Group, count
 from tests.faults.victims import DEADLINES
 from tests.reassembly.contents import RECORDS
 
-pytest.importorskip("transfer_queue")
-
 pytestmark = pytest.mark.slow
 
 GROUPS = 40

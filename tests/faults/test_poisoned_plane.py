@@ -19,8 +19,6 @@ from tests.captures import PAD, STAGING, MadeRollout, chain, finalize, stage, st
 from tests.faults.raw_queue import raw_put
 from tests.reassembly.contents import RECORDS, published
 
-pytest.importorskip("transfer_queue")
-
 pytestmark = pytest.mark.slow
 
 SECONDS = 5.0

@@ -10,9 +10,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-
-pytest.importorskip("ray")
-
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
 from rollout_reassembler.actors.pool import PoolClosed, ReassemblerPool, RequestCrashedActor, RequestDeadlineExceeded

@@ -205,8 +205,11 @@ def _queue_config(cfg: DataPlaneConfig) -> Any:
 
 
 def _remove_half_started(cfg: DataPlaneConfig) -> None:
-    """Kill what a failed start left behind: a controller without a config makes every later caller wait."""
-    controller = find_controller(cfg.deadlines.connect)
-    if controller is not None:
-        ray.kill(controller)
+    """End what this process has started: a controller without a config makes every later caller wait.
+
+    The one that another driver is starting has the same name, and is left alone.
+    """
+    controller = interface._TQ_CONTROLLER
+    if controller is not None and not controller._ray_original_handle:
+        interface._TQ_CONTROLLER = None
     end_queue(cfg.deadlines.connect)
