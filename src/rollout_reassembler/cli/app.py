@@ -145,7 +145,13 @@ def run(
 @app.command()
 @in_one_line()
 def sweep(
-    address: Annotated[str, typer.Option(help="Ray cluster of the run; auto finds the one on this machine.")] = "auto",
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Ray cluster of the run, host:port; auto finds one on this machine, which may be another's: --clear "
+            "wants an address."
+        ),
+    ] = "auto",
     staging_partition: Annotated[str, typer.Option(help="The staging partition.")] = "staging",
     rollout: Annotated[list[str] | None, typer.Option(help="Sweep this rollout's rows (repeatable).")] = None,
     older_than: Annotated[float | None, typer.Option(min=0, help="Sweep rows staged so many seconds ago.")] = None,
@@ -158,13 +164,18 @@ def sweep(
     untagged_after: Annotated[
         float | None, typer.Option(min=0, help="Sweep rows that have no tags now and so many seconds later.")
     ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Clear what was found; without it, only list it.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Clear what was found, on the cluster of --address; otherwise only list it.")
+    ] = False,
 ) -> None:
-    """List, and with --clear remove, staged rows that no finalizer will come for."""
-    from rollout_reassembler.cli.sweep import sweep_running_plane, sweep_table
-    from rollout_reassembler.contract.errors import ReassemblerError
+    """List, and with --clear remove, staged rows that no finalizer will come for.
 
-    try:
+    Says first which cluster and partition it looks at. On a cluster with tokens it shows yours as Ray finds it:
+    RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+    """
+    with feature("reassemble sweep", extra="ray"):
+        from rollout_reassembler.cli.sweep import sweep_running_plane, sweep_table
+
         report = sweep_running_plane(
             address,
             staging_partition=staging_partition,
@@ -173,9 +184,8 @@ def sweep(
             live=live,
             untagged_after_s=untagged_after,
             clear=clear,
+            say=print,
         )
-    except (ReassemblerError, ConnectionError) as error:
-        raise complain(str(error)) from None
     console.print(sweep_table(report))
 
 

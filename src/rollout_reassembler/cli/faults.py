@@ -53,7 +53,6 @@ EXIT_CODES = "\n\n".join(
 
 _CALLERS_PATHS = (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 _SHARED_LIBRARY = re.compile(r"(lib[\w.+-]+\.so[\w.]*): cannot open shared object file")
-_PACKAGE_OF_LIBRARY = {"libibverbs.so.1": "apt-get install libibverbs1"}
 
 
 @contextmanager
@@ -64,13 +63,13 @@ def in_one_line() -> Iterator[None]:
     except (BadArchive, GroupConflict, MissingExtra, RequestError) as error:
         raise complain(str(error)) from None
     except ReassemblerError as error:
-        raise complain(str(error), ExitCode.FAILED) from None
+        is_missing = isinstance(error.__cause__, ImportError)
+        raise complain(str(error), ExitCode.REFUSED if is_missing else ExitCode.FAILED) from None
     except ImportError as error:
         library = _SHARED_LIBRARY.search(str(error))
         if library is None:
             raise
-        fix = _PACKAGE_OF_LIBRARY.get(library[1], "install the system package that holds it")
-        raise complain(f"the system library {library[1]} is missing: {fix}") from None
+        raise complain(f"the system library {library[1]} is missing; install the package that holds it") from None
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
+from rollout_reassembler.contract.errors import RequestError
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.reassembly.sweep import SweepReport, sweep_staging
 
+AUTO = "auto"
 _CONNECT_TIMEOUT_S = 5
+_STDERR = 2
+_TOKEN_HINT = "Do you hold its token? Ray takes it from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The Ray cluster that this process is attached to: who else is on the machine must be able to tell it."""
+
+    address: str
+    session: str
+    node: str
+
+    def __str__(self) -> str:
+        return f"the Ray cluster at {self.address} (session {self.session}, this node {self.node})"
 
 
 def sweep_running_plane(
@@ -24,18 +45,24 @@ def sweep_running_plane(
     live: Path | None,
     untagged_after_s: float | None,
     clear: bool,
+    say: Callable[[str], None],
 ) -> SweepReport:
-    """Attach to the TransferQueue of the Ray cluster at `address` and sweep. Raises what `sweep_staging` does."""
-    import ray
+    """Attach to the TransferQueue of the Ray cluster at `address` and sweep; `say` hears first where that is.
 
-    _refuse_unreachable(address)
+    Raises `RequestError` for a sweep of nothing, and for one that clears on a cluster that nobody named,
+    `ConnectionError` when the cluster cannot be joined, and what `sweep_staging` raises.
+    """
+    if not (rollout_ids or older_than_s is not None or untagged_after_s is not None):
+        raise RequestError("a sweep needs --rollout, --older-than or --untagged-after: what is it to find?")
     live_rollouts = set(live.read_text(encoding="utf-8").split("\n")) - {""} if live is not None else set()
-    was_in_a_cluster = ray.is_initialized()
-    if not was_in_a_cluster:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        client = build_data_plane_client(_running_plane(), bootstrap=False)
-        try:
+    with _attached(address) as cluster:
+        if clear and address == AUTO:
+            raise RequestError(
+                f"--clear needs an explicit address, and auto found {cluster}; if that is the one, repeat this with "
+                f"--address {cluster.address}"
+            )
+        say(f"attached to {cluster}, staging partition {staging_partition!r}")
+        with closing(build_data_plane_client(_running_plane(), bootstrap=False)) as client:
             return sweep_staging(
                 client,
                 staging_partition,
@@ -45,11 +72,47 @@ def sweep_running_plane(
                 untagged_after_s=untagged_after_s,
                 dry_run=not clear,
             )
-        finally:
-            client.close()
+
+
+@contextmanager
+def _attached(address: str) -> Iterator[Cluster]:
+    """Join the cluster for the time of a block. Raises `RequestError` for what is no address of one."""
+    # Ray tries for 20 seconds otherwise.
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")
+    import ray
+    from ray.exceptions import RayError
+
+    _, _, port = address.rpartition(":")
+    if address != AUTO and ("://" in address or not port.isdigit()):
+        raise RequestError(f"--address {address}: expected host:port of a Ray cluster, or auto")
+    if address != AUTO:
+        _refuse_unreachable(address)
+    try:
+        with _without_standard_error():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RayError) as error:
+        what = str(error).partition(". ")[0]
+        raise ConnectionError(f"cannot join the Ray cluster at {address}: {what}. {_TOKEN_HINT}") from error
+    try:
+        here = ray.get_runtime_context()
+        yield Cluster(here.gcs_address, here.get_session_name(), ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     finally:
-        if not was_in_a_cluster:
-            ray.shutdown()
+        ray.shutdown()
+
+
+@contextmanager
+def _without_standard_error() -> Iterator[None]:
+    """Ray's core writes a line there a try, from below Python; what the tries came to is in the error it raises."""
+    sys.stderr.flush()
+    kept = os.dup(_STDERR)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, _STDERR)
+        yield
+    finally:
+        os.dup2(kept, _STDERR)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _refuse_unreachable(address: str) -> None:
@@ -57,7 +120,7 @@ def _refuse_unreachable(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         try:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
         except OSError as error:
             raise ConnectionError(f"no Ray cluster answers at {address} ({error})") from error
 
@@ -80,7 +143,9 @@ def _running_plane() -> DataPlaneConfig:
 
 def sweep_table(report: SweepReport) -> Table:
     """One line a rollout."""
-    table = Table("rollout", "staged rows", title="cleared" if report.cleared else "found (dry run; --clear clears)")
+    table = Table(
+        "rollout", "staged rows", min_width=48, title="cleared" if report.cleared else "found (dry run; --clear clears)"
+    )
     for rollout_id, keys in report.found.items():
         table.add_row(rollout_id, str(len(keys)))
     if report.untagged:

@@ -33,6 +33,15 @@ def sync_directory(directory: Path) -> None:
     _sync(directory)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those that it lies in, where they are missing. Raises `OSError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        blocking = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+        raise NotADirectoryError(f"{blocking}: is a file, not a folder") from None
+
+
 @contextmanager
 def replacing_folder(folder: Path, *, only: Collection[str]) -> Iterator[Path]:
     """An empty folder to fill, which takes the place of `folder` when the block ends well.
@@ -86,7 +95,7 @@ def _private_folder_beside(path: Path) -> Iterator[Path]:
     """A folder of mode 0700 under a name that nobody can foresee, gone with all that is in it after the block."""
     prefix = f".{path.name[:64]}."
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with TemporaryDirectory(prefix=prefix, dir=path.parent, ignore_cleanup_errors=True) as private:
             yield Path(private)
     except OSError as error:

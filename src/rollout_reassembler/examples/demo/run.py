@@ -34,7 +34,7 @@ from rollout_reassembler.cli.report import groups_table, rejection_counts
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
 from rollout_reassembler.contract.records import StagedCall, StageResult, staging_key
 from rollout_reassembler.data_plane.base import DataPlaneClient
-from rollout_reassembler.data_plane.durable import replacing_file
+from rollout_reassembler.data_plane.durable import make_folder, replacing_file
 from rollout_reassembler.examples.demo.agents import Answer, solve
 from rollout_reassembler.examples.demo.policy import DemoPolicy
 from rollout_reassembler.examples.demo.proof import MAX_LOGPROB_ERROR, Proof, prove_rows, retokenized_rollouts
@@ -75,7 +75,7 @@ def run_demo(settings: DemoSettings, *, seed: int, keep: bool, console: Console)
     start = time.perf_counter()
     # The capture that is made to fail says so in the table.
     logging.getLogger("rollout_reassembler.capture").setLevel(logging.ERROR)
-    settings.out.mkdir(parents=True, exist_ok=True)
+    make_folder(settings.out)
     with console.status("building the policy and training its tokenizer"):
         policy = DemoPolicy(seed)
     config = RolloutReassemblerActorConfig(
