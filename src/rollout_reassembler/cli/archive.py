@@ -12,15 +12,12 @@ A line that is itself a receipt is a group of its own, with the receipt's reward
 
 `staged.parquet`, one row a staged call: `key` (its place, or its staging key), `rollout_id`, `call` (the
 packed call, see `staging/codec.py`) and `extras` (see `staging/extras.py`; empty for none). Its metadata may hold
-`pad_token_id`. A row that cannot be staged costs its rollout: one with a null in it, or one of several
-that differ under one key.
+`pad_token_id`. A row that cannot be staged costs its rollout: one with a null in it.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +38,6 @@ from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD, ROLLOUT
 
 RECEIPTS_FILE = "receipts.jsonl"
 STAGED_FILE = "staged.parquet"
-
-logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _PAD_KEY = b"pad_token_id"
@@ -107,34 +102,19 @@ class Archive:
         Raises `BadArchive` when the file cannot be read to its end.
         """
         refused = 0
-        for rows in self._staged_batches():
+        for rows in _staged_batches(self.folder / STAGED_FILE):
             good = [row for row in rows if _fault_of(row) is None]
             refused += len(rows) - len(good)
-            if good:
+            # What is there twice is put once; calls that differ under one staging key have places of their own.
+            placed = {staged_place(row["key"], row["call"]): row for row in good}
+            if placed:
                 dp_client.put_samples(
-                    [staged_place(row["key"], row["call"]) for row in good],
+                    list(placed),
                     staging_partition,
-                    {CALL_FIELD: [row["call"] for row in good], EXTRAS_FIELD: [row["extras"] for row in good]},
-                    [{ROLLOUT_TAG: row["rollout_id"]} for row in good],
+                    {name: [row[name] for row in placed.values()] for name in (CALL_FIELD, EXTRAS_FIELD)},
+                    [{ROLLOUT_TAG: row["rollout_id"]} for row in placed.values()],
                 )
         return refused
-
-    def _staged_batches(self) -> Iterator[list[dict[str, Any]]]:
-        """The rows, some at a time, each key once: those that are said twice come last, marked where they differ."""
-        path = self.folder / STAGED_FILE
-        with _reading_parquet(path), pq.ParquetFile(path) as file:
-            keys = Counter(key for batch in file.iter_batches(columns=["key"]) for key in batch["key"].to_pylist())
-            doubled: dict[str, dict[str, Any]] = {}
-            for batch in file.iter_batches(_ROWS_A_PUT):
-                once = []
-                for row in batch.to_pylist():
-                    if row["key"] is None or keys[row["key"]] == 1:
-                        once.append(row)
-                    elif doubled.setdefault(row["key"], row) != row:
-                        doubled[row["key"]] = {**row, "call": None}
-                        logger.warning("%s: key %r is there twice with other contents", path, row["key"])
-                yield once
-            yield list(doubled.values())
 
 
 def _fault_of(row: Mapping[str, Any]) -> str | None:
@@ -241,6 +221,12 @@ def _reading_parquet(path: Path) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:200]
+
+
+def _staged_batches(path: Path) -> Iterator[list[dict[str, Any]]]:
+    with _reading_parquet(path), pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(_ROWS_A_PUT):
+            yield batch.to_pylist()
 
 
 def _staged_facts(path: Path) -> tuple[int, int]:
