@@ -45,15 +45,15 @@ def main() -> None:
     rr.register_canonical_partition(client, "train")
     sink = rr.StagingSink(client, staging_partition="staging")
 
-    rollout_ids = ["sound", "lost", "never-staged", "other-tokens"]
+    rollout_ids = ["sound", "lost", "never-staged", "swapped"]
     calls = {rollout_id: one_call(rollout_id, [5, 6, 7, 8]) for rollout_id in rollout_ids}
     receipts: list[dict | None] = [receipt_of(call) for call in calls.values()]
 
     receipts[1] = None  # the agent's side lost it
-    for rollout_id in ("sound", "lost"):
+    receipts[3] = receipts[0]  # the lists of receipts and rollouts are not in one order
+    for rollout_id in ("sound", "lost", "swapped"):
         assert sink.stage(calls[rollout_id]).ok
     # "never-staged": the worker acknowledged a call that it had not staged.
-    assert sink.stage(one_call("other-tokens", [5, 6, 7, 9])).ok  # not the tokens that its receipt commits to
 
     reassembler = rr.RolloutReassembler(
         client, partition_id="train", staging_partition="staging", pad_token_id=0, max_seq_len=1024
