@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -109,6 +110,127 @@ def test_a_rewritten_history_is_unresolved_and_poisons(world: World, rewrite: An
     assert "unresolved_parent: no_match" in (receipt.failure_reason or "")
 
 
+def tool_turn(arguments: Any = '{"q": "x"}', **call: Any) -> dict[str, Any]:
+    function = {"name": "search", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": "I look it up.\n",
+        "tool_calls": [{"id": "call_1", "type": "function", "function": function, **call}],
+    }
+
+
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "found it"}
+
+
+def first_call(world: World, output: dict[str, Any], messages: list[dict[str, Any]] | None = None) -> None:
+    """Call `first`, asked `messages`, answered with `output`."""
+    admission = world.ledger.admit("r", messages or [user("q")], model_call_id="first")
+    coords = world.recorder.complete_call(world.recorder.begin_call(admission), [1, 2], [3], [-0.5])
+    assert world.ledger.record(admission, coords, response_id="resp-first", output=output) is not None
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        tool_turn(),
+        {**tool_turn(), "cache_control": {"type": "ephemeral"}},
+        {**tool_turn(), "thinking_blocks": [{"type": "thinking", "thinking": "hm"}]},
+        {**tool_turn(), "name": "agent"},
+        tool_turn(index=0),
+        tool_turn(type=None),
+        tool_turn(arguments={"q": "x"}),
+        tool_turn(arguments='{ "q" :"x" }'),
+        {**tool_turn(), "content": "I look it up."},
+        {**tool_turn(), "content": [{"type": "text", "text": "I look "}, {"type": "text", "text": "it up."}]},
+        {**tool_turn(), "content": [{"type": "text", "text": "I look it up."}, {"type": "text", "text": ""}]},
+        {**tool_turn(), "content": ["I look it up.\n"], "reasoning_content": "hm"},
+    ],
+    ids=[
+        "as it was",
+        "cache_control",
+        "thinking_blocks",
+        "name",
+        "index in a tool call",
+        "a missing type",
+        "arguments as an object",
+        "arguments in other spaces",
+        "a stripped newline",
+        "a split text part",
+        "an empty text part",
+        "content as parts",
+    ],
+)
+def test_an_echo_that_says_the_same_continues_its_call(world: World, echo: dict[str, Any]) -> None:
+    first_call(world, tool_turn())
+    admission = world.ledger.admit("r", [user("q"), echo, RESULT])
+    assert (admission.resolution, admission.parent_call_id) == ("resolved", "first")
+
+
+def test_tool_results_between_the_calls_of_one_answer_continue_it(world: World) -> None:
+    calls = [{"type": "function_call", "call_id": f"c{at}", "name": "f", "arguments": "{}"} for at in range(2)]
+    results = [{"type": "function_call_output", "call_id": f"c{at}", "output": "ok"} for at in range(2)]
+    admission = world.ledger.admit("r", [user("q")], model_call_id="first")
+    coords = world.recorder.complete_call(world.recorder.begin_call(admission), [1, 2], [3], [-0.5])
+    world.ledger.record(admission, coords, response_id="resp-first", output=calls)
+    spread = world.ledger.admit("r", [user("q"), calls[0], results[0], calls[1], results[1]])
+    assert spread.parent_call_id == "first"
+    halved = world.ledger.admit("r", [user("q"), calls[0], results[0]])
+    assert halved.resolution == "unresolved"
+
+
+def test_of_two_answers_that_differ_in_white_space_the_one_to_the_letter_is_continued(world: World) -> None:
+    a = world.call([user("q")], "yes", generated=[50])
+    b = world.call([user("q")], "yes ", generated=[51])
+    world.call([*a.messages, user("t")], "c")
+    neither = [user("q"), assistant(" yes"), user("t")]
+    assert world.call(neither, "d").admission.parent_call_id == a.id  # the one that was continued before
+    assert world.call([*b.messages, user("t")], "e").admission.parent_call_id == b.id
+    spread = [user("q"), user("by the way"), assistant("yes "), user("t")]
+    assert world.call(spread, "f").admission.parent_call_id == b.id
+
+
+def test_an_unresolved_request_is_told_the_nearest_message_and_the_first_difference(world: World) -> None:
+    first_call(world, tool_turn(arguments='{"q": "x'))
+    admission = world.ledger.admit("r", [user("q"), tool_turn(arguments={}), RESULT])
+    assert admission.unresolved_reason == (
+        "no_match: message 1 is an assistant's that no call answered; "
+        'message 1 differs from the nearest recorded one: recorded \'…"call_1", "search", text: {"q": "x\', '
+        'came \'…"call_1", "search", json: {}\''
+    )
+
+
+def test_the_nearest_message_is_bounded_text_in_the_ledger_and_the_receipt(world: World) -> None:
+    first_call(world, assistant("a " * 5_000))
+    world.call([user("q"), assistant("a " * 5_000 + "b"), user("t")], "c")
+    reason = world.receipt().failure_reason or ""
+    assert "message 1 differs from the nearest recorded one" in reason
+    assert len(reason) < 600
+
+
+def test_a_ledger_that_did_not_hear_the_conversation_names_the_first_unknown_message(world: World) -> None:
+    first_call(world, assistant("a"))
+    elsewhere = World(world.ledger.path_of("r").parent)
+    admission = elsewhere.ledger.admit("r", [user("q"), assistant("b"), user("t")])
+    assert (admission.unresolved_reason or "").endswith("message 0 is the first that this process has not heard")
+
+
+def test_rows_of_version_1_are_read_and_continued_by_nobody(world: World) -> None:
+    exchange = world.call([user("q")], "a")
+    path = world.ledger.path_of("r")
+    old = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        row = {**row, "fingerprint_version": 1}
+        row.pop("verbatim", None), row.pop("spoken", None)
+        if "record" in row:
+            row["record"] = {**row["record"], "fingerprint_version": 1}
+        old.append(json.dumps(row))
+    path.write_text("\n".join(old) + "\n", encoding="utf-8")
+    again = World(path.parent)
+    assert again.receipt().terminal_model_call_id == exchange.id
+    assert again.ledger.admit("r", [*exchange.messages, user("t")]).resolution == "unresolved"
+
+
 def test_two_equal_answers_with_other_tokens_leave_the_next_request_unresolved(world: World) -> None:
     a = world.call([user("q")], "same words", generated=[50, 51])
     world.call([user("q")], "same words", generated=[52])
@@ -141,7 +263,7 @@ def test_fingerprints_of_another_version_match_nothing(world: World) -> None:
     a = world.call([user("q")], "a")
     assert a.record is not None
     index = RolloutIndex()
-    index.add(RecordedRow(record=a.record.model_copy(update={"fingerprint_version": 2}), generation_len=2))
+    index.add(RecordedRow(record=a.record.model_copy(update={"fingerprint_version": 1}), generation_len=2))
     assert index.resolve(Request.of([*a.messages, user("t")])).resolution == "root"  # nothing admitted yet
 
 
@@ -193,7 +315,7 @@ def test_lookup_is_one_dictionary_access_a_prefix() -> None:
         mode="text",
         response_id="x",
         continuation_fingerprint=conversation_fingerprint(messages),
-        fingerprint_version=1,
+        fingerprint_version=2,
     )
     index.add(RecordedRow(record=record, generation_len=1))
     assert index.resolve(request).parent == record

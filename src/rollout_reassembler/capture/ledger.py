@@ -41,10 +41,11 @@ from pydantic import ValidationError
 from rollout_reassembler.capture import journal
 from rollout_reassembler.capture.fingerprint import (
     FINGERPRINT_VERSION,
+    Marks,
     Output,
-    continued_fingerprints,
     conversation_fingerprint,
     output_messages,
+    prefix_marks,
 )
 from rollout_reassembler.capture.lineage import (
     AdmittedRow,
@@ -150,6 +151,8 @@ class CaptureLedger:
             admitted_at = max(float(self._clock()), math.nextafter(index.last_admitted_at(), math.inf))
             admission = _admission(rollout_id, call_id, decision, index, admitted_at)
             rollout.append(descriptor, _admitted_row(admission, request))
+            if request is not None:
+                index.known.add(request.messages, [marks.said for marks in request.prefixes])
         return admission
 
     def record(
@@ -172,7 +175,7 @@ class CaptureLedger:
             admitted = index.admissions.get(call_id)
             if admitted is None or admitted.parent_call_id != admission.parent_call_id:
                 raise LedgerConflict(f"call {call_id!r} of {admission.rollout_id!r} was not admitted like this here")
-            row = _outcome(admission, admitted.request, coords, response_id, output)
+            row = _outcome(admission, admitted, coords, response_id, output)
             if isinstance(row, FailedRow):
                 if call_id not in index.failed_calls():
                     rollout.append(descriptor, row)
@@ -180,6 +183,9 @@ class CaptureLedger:
             before = index.records.get(call_id)
             if before is None:
                 rollout.append(descriptor, row)
+                if row.spoken is not None and admitted.marks is not None:
+                    messages = output_messages(output)
+                    index.known.add(messages, [marks.said for marks in prefix_marks(messages, admitted.marks)])
             elif before != row.record:
                 raise LedgerConflict(f"call {call_id!r} of {admission.rollout_id!r} was recorded with other contents")
             return row.record
@@ -288,14 +294,17 @@ def _admitted_row(admission: CaptureAdmission, request: Request | None) -> Admit
         admitted_at=admission.admitted_at or 0.0,
         parent_call_id=admission.parent_call_id,
         unresolved_reason=one_line(admission.unresolved_reason) if admission.unresolved_reason else None,
-        request=request.fingerprint if request is not None else None,
+        request=request.marks.said if request is not None else None,
         preamble=request.preamble() if request is not None and admission.resolution == "root" else None,
+        verbatim=request.marks.verbatim if request is not None else None,
+        spoken=request.marks.spoken if request is not None else None,
+        spoken_verbatim=request.marks.spoken_verbatim if request is not None else None,
     )
 
 
 def _outcome(
     admission: CaptureAdmission,
-    request: str | None,
+    admitted: AdmittedRow,
     coords: CommitCoords | Mapping[str, Any] | None,
     response_id: str,
     output: Output,
@@ -311,40 +320,40 @@ def _outcome(
             first = error.errors(include_url=False, include_input=False)[0]
             return _failed_row(call_id, f"{INVALID_COORDS}: {first['loc']}: {first['msg']}")
     for name in ("rollout_id", "model_call_id", "parent_call_id", "prev_len"):
-        said, admitted = getattr(coords, name), getattr(admission, name)
-        if said != admitted:
-            return _failed_row(call_id, f"{INVALID_COORDS}: {name} is {said!r}, admitted was {admitted!r}")
+        said, asked = getattr(coords, name), getattr(admission, name)
+        if said != asked:
+            return _failed_row(call_id, f"{INVALID_COORDS}: {name} is {said!r}, admitted was {asked!r}")
     if coords.disposition == "capture_failed":
         return _failed_row(call_id, ": ".join(filter(None, (CAPTURE_FAILED, coords.failure_reason))))
     if not response_id:
         return _failed_row(call_id, MISSING_RESPONSE_ID)
-    record = _manifest_row(admission, request, coords, response_id, output)
-    return RecordedRow(record=record, generation_len=coords.generation_len)
-
-
-def _manifest_row(
-    admission: CaptureAdmission, request: str | None, coords: CommitCoords, response_id: str, output: Output
-) -> CallRecord:
-    said, continuation = _fingerprints(request, output)
-    return CallRecord.model_validate(
+    said, continued = _fingerprints(admitted.marks, output)
+    record = CallRecord.model_validate(
         {
             **coords.model_dump(exclude={"rollout_id", "disposition", "generation_len", "failure_reason"}),
             "mode": coords.mode,
             "response_id": response_id,
             "admitted_at": admission.admitted_at,
             "output_fingerprint": said,
-            "continuation_fingerprint": continuation,
+            "continuation_fingerprint": continued.said if continued is not None else None,
             "fingerprint_version": 0 if said is None else FINGERPRINT_VERSION,
         }
     )
+    return RecordedRow(
+        record=record,
+        generation_len=coords.generation_len,
+        verbatim=continued.verbatim if continued is not None else None,
+        spoken=continued.spoken if continued is not None else None,
+        spoken_verbatim=continued.spoken_verbatim if continued is not None else None,
+    )
 
 
-def _fingerprints(request: str | None, output: Output) -> tuple[str | None, str | None]:
-    """The fingerprints of an answer and of its request continued by it; none for what cannot be read."""
+def _fingerprints(request: Marks | None, output: Output) -> tuple[str | None, Marks | None]:
+    """The fingerprint of an answer and the marks of its request continued by it; none for what cannot be read."""
     try:
         messages = output_messages(output)
-        continuation = None if request is None else continued_fingerprints(request, messages)[-1]
-        return conversation_fingerprint(messages), continuation
+        continued = None if request is None else prefix_marks(messages, request)[-1]
+        return conversation_fingerprint(messages), continued
     except UnreadableConversation:
         return None, None
 
