@@ -142,6 +142,7 @@ def recorder_world() -> Names:
         prev_len=3,
         parent_chain_hash=parent.chain_hash,
         staging_chain=(parent.staging_key,),
+        staging_digests=(parent.digest,),
     )
     names["engine"] = SimpleNamespace(generate=generate)
     names["tokenize"] = lambda text: [int(text)]
