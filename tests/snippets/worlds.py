@@ -19,6 +19,7 @@ import rollout_reassembler as rr
 from rollout_reassembler.capture import CallRecorder, CaptureLedger
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.gate import WriteGate
+from rollout_reassembler.staging.places import place
 from tests import route_captures
 from tests.captures import MadeRollout, chain, finalize, memory_plane
 
@@ -197,6 +198,15 @@ def sweep_world() -> Names:
     return {"client": registered(), "running": ["g3/r1"]}
 
 
+def source_world() -> Names:
+    """A receipt's row of a staged call, and a source that finds the call by it."""
+    client, rollout = registered(), chain("r")
+    staged(client, "staging", rollout)
+    record = rr.CallRecord.of(rollout.calls[0], response_id="resp-0")
+    source = rr.StagingSource(client, staging_partition="staging")
+    return {"source": source, "record": record, "place": place, "receipt": rr.RolloutReceipt(**rollout.receipt())}
+
+
 def sink_world() -> Names:
     return {"dp_client": registered(), "call": chain("r").calls[0]}
 
@@ -220,6 +230,7 @@ WORLDS: dict[str, Callable[[], Names]] = {
     "rollout_reassembler.reassembly.reassembler": group_world,
     "rollout_reassembler.reassembly.sweep": sweep_world,
     "rollout_reassembler.staging.sink": sink_world,
+    "rollout_reassembler.staging.source": source_world,
     "rollout_reassembler.trainer.deferred_routes": published_world,
     "rollout_reassembler.trainer.rows": published_world,
 }

@@ -1,7 +1,7 @@
 """Reader side of staging: rows by place, in the order asked, each proven to be the row asked for.
 
-    source.fetch(receipt.manifest)                 # manifest rows, or staged calls
-    source.fetch([place("r1/c0", "9f2c…")])        # or places (`staging/places.py`)
+    source.fetch(receipt.manifest)                                  # manifest rows, or staged calls
+    source.fetch([place(record.staging_key, record.digest)])        # or places (`staging/places.py`)
 
 The data plane is not trusted with identity: it reuses numbers, and a row may come back under another
 row's key. A packed call carries its own identity inside the bytes that its digest covers, so a row
