@@ -112,12 +112,13 @@ def test_the_header_of_a_packed_value_is_laid_out_as_the_table_says():
         parts[re.split(r"[:,]| of | in ", field)[0]] = value[int(offset) : end]
     assert end == len(value)
     assert parts["magic"] == b"RRSC"
-    assert parts["version"] == b"\x01"
+    assert parts["version"] == b"\x02"
     assert parts["flags"] == b"\x01"
     assert parts["zero"] == bytes(2)
     assert int.from_bytes(parts["route rows"]) == 3
     assert int.from_bytes(parts["layers"]) == 2
     assert int.from_bytes(parts["experts a token and layer"]) == 8
+    assert parts["proof"] == hashlib.sha256(value[:16] + parts["digest"]).digest()[:8]
     assert parts["digest"].hex() == call.digest
     assert parts["preimage"] == call.preimage
     assert unpack_call(value).routes == RouteShape(3, 2, 8, True)

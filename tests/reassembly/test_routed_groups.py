@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.contract.routed_experts import ROUTES_KEY, encode_routed_experts, route_extras
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
+from rollout_reassembler.reassembly.reassembler import RolloutReassembler
 from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG
 from rollout_reassembler.reassembly.routes import FAILURE_CODES, RouteFailure
 from tests.captures import MadeRollout, at_places, staging_key_of
@@ -367,3 +368,45 @@ def test_no_route_metric_where_router_replay_is_off(direct: Pipeline) -> None:
     assert route_figures(answer) == {}
     assert off.staged() == set()
     assert off.plane.get_tags(["g_g0"], off.canonical) == [{"weight_version": 1, "prompt_idx": 0, "group_id": "g"}]
+
+
+def odd_and_even(pipeline: Pipeline, group: str) -> list[MadeRollout]:
+    """A group of two: the first one's routes are of another `(L, K)` than the model's."""
+    rollouts = [made(f"{group}-odd", SOUND, layers=3), made(f"{group}-even", SOUND)]
+    pipeline.stage(*rollouts)
+    return rollouts
+
+
+@pytest.mark.parametrize("model_shape", [MODEL, list(MODEL)])
+def test_in_a_group_of_two_the_models_shape_tells_the_bad_one(direct: Pipeline, model_shape: Any) -> None:
+    rollouts = odd_and_even(direct, "g")
+    reassembler = RolloutReassembler(
+        direct.plane,
+        partition_id=direct.canonical,
+        staging_partition=direct.staging,
+        pad_token_id=0,
+        max_seq_len=None,
+        router_replay_enabled=True,
+        model_shape=model_shape,
+    )
+    answer = direct.finalize(rollouts, reassembler=reassembler)
+    assert answer.rejections == {"g-odd": "route_assembly:fragment_model_shape"}
+
+
+def test_in_a_group_of_two_an_earlier_groups_shape_tells_the_bad_one(direct: Pipeline) -> None:
+    reassembler = direct.reassembler()
+    sound = [made("s0", SOUND), made("s1", SOUND)]
+    direct.stage(*sound)
+    assert direct.finalize(sound, group_id="s", reassembler=reassembler).rejections == {}
+    answer = direct.finalize(odd_and_even(direct, "g"), reassembler=reassembler)
+    assert answer.rejections == {"g-odd": "route_assembly:fragment_model_shape"}
+
+
+def test_a_single_row_of_another_shape_does_not_become_the_shape_of_later_groups(direct: Pipeline) -> None:
+    reassembler = direct.reassembler()
+    sound, lone = [made("s0", SOUND), made("s1", SOUND)], [made("lone", SOUND, layers=3)]
+    direct.stage(*sound, *lone)
+    direct.finalize(sound, group_id="s", reassembler=reassembler)
+    direct.finalize(lone, group_id="lone", reassembler=reassembler)
+    answer = direct.finalize(odd_and_even(direct, "g"), reassembler=reassembler)
+    assert answer.rejections == {"g-odd": "route_assembly:fragment_model_shape"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_signed_columns_of_another_length_are_not_listed(more):
     """Its head, its tail and its digest are what the record says; only its columns are not."""
     body = pack_call(child())[HEADER_BYTES:]
     value = signed(body[:-TAIL_BYTES] + more + body[-TAIL_BYTES:])
-    record = CallRecord.of(child(), response_id="chatcmpl").model_copy(update={"digest": value[16:48].hex()})
+    record = CallRecord.of(child(), response_id="chatcmpl").model_copy(update={"digest": value[24:56].hex()})
     assert unpack_listed([value], "r", [record]) is None
 
 
@@ -153,9 +154,10 @@ def test_encoded_tokens_are_the_count_and_the_tokens():
 def test_the_header_is_as_documented():
     call = child()
     value = pack_call(call, RouteShape(5, 48, 8, boundary=True))
-    assert value[:16] == b"RRSC" + bytes([1, 1, 0, 0]) + struct.pack(">IHH", 5, 48, 8)
-    assert value[16:48] == bytes.fromhex(call.digest)
-    assert value[48:] == call.preimage == preimage_of(call.model_dump())
+    assert value[:16] == b"RRSC" + bytes([2, 1, 0, 0]) + struct.pack(">IHH", 5, 48, 8)
+    assert value[16:24] == hashlib.sha256(value[:16] + value[24:56]).digest()[:8]
+    assert value[24:56] == bytes.fromhex(call.digest)
+    assert value[56:] == call.preimage == preimage_of(call.model_dump())
 
 
 @pytest.mark.parametrize(
@@ -217,30 +219,35 @@ def test_what_is_not_bytes_is_refused(value):
     refused(value, f"got {type(value).__name__}")
 
 
-ROUTE_HINT = {(5, 0), *((byte, bit) for byte in range(8, 16) for bit in range(8))}
-
-
-def test_every_flipped_bit_is_noticed_but_for_the_route_hint():
-    """The hint is not signed: whoever reads routes holds it against them."""
-    value = pack_call(child())
+def test_every_flipped_bit_is_noticed():
+    """Also in the route shape, which is under no digest of the wire: the header proves itself."""
+    value, record = pack_call(child(), RouteShape(5, 2, 2)), CallRecord.of(child(), response_id="chatcmpl")
     for byte in range(len(value)):
         for bit in range(8):
             flipped = bytearray(value)
             flipped[byte] ^= 1 << bit
-            if (byte, bit) in ROUTE_HINT:
-                assert unpack_call(bytes(flipped)).to_call() == child()
-            else:
-                refused(bytes(flipped))
+            refused(bytes(flipped))
+            assert unpack_listed([bytes(flipped)], "r", [record]) is None
 
 
 @pytest.mark.parametrize(
     ("at", "byte"),
-    [(0, b"S"), (3, b"c"), (4, b"\x00"), (4, b"\x02"), (5, b"\x02"), (5, b"\x80"), (6, b"\x01"), (7, b"\x01")],
+    [
+        (0, b"S"),
+        (3, b"c"),
+        (4, b"\x00"),
+        (4, b"\x01"),
+        (4, b"\x03"),
+        (5, b"\x02"),
+        (5, b"\x80"),
+        (6, b"\x01"),
+        (7, b"\x01"),
+    ],
 )
 def test_another_magic_version_or_flag_is_refused(at, byte):
     value = bytearray(pack_call(child()))
     value[at : at + 1] = byte
-    refused(bytes(value), "not a packed call of version 1")
+    refused(bytes(value), "not a packed call of version 2")
 
 
 @pytest.mark.parametrize("version_at", [0, 1, 2])

@@ -11,7 +11,7 @@ import numpy as np
 
 from rollout_reassembler.contract import digests
 
-HEADER_BYTES = 48
+HEADER_BYTES = 56
 _HEADER = struct.Struct(">4sBBHIHH")
 _FIELDS = (
     "rollout_id",
@@ -39,14 +39,20 @@ def preimage_of(staged: Mapping[str, Any]) -> bytes:
         )
 
 
+def header(digest: bytes) -> bytes:
+    """The header of a call with this digest and without routes."""
+    fields = _HEADER.pack(b"RRSC", 2, 0, 0, 0, 0, 0)
+    return fields + hashlib.sha256(fields + digest).digest()[:8] + digest
+
+
 def signed(body: bytes) -> bytes:
     """A packed value around any body, under the digest of that body."""
-    return _HEADER.pack(b"RRSC", 1, 0, 0, 0, 0, 0) + hashlib.sha256(body).digest() + body
+    return header(hashlib.sha256(body).digest()) + body
 
 
 def packed_unchecked(staged: Mapping[str, Any]) -> bytes:
     """The packed value of these fields under the digest that they name, right or wrong."""
-    return _HEADER.pack(b"RRSC", 1, 0, 0, 0, 0, 0) + bytes.fromhex(staged["digest"]) + preimage_of(staged)
+    return header(bytes.fromhex(staged["digest"])) + preimage_of(staged)
 
 
 def resigned(staged: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,6 +157,7 @@ class _ReassemblerProcess:
             max_seq_len=config.max_seq_len,
             router_replay_enabled=config.router_replay_enabled,
             defer_routed_experts_to_policy=config.defer_routed_experts_to_policy,
+            model_shape=config.model_shape,
         )
 
     @cached_property

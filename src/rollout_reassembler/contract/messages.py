@@ -78,7 +78,11 @@ class FinalizedGroup:
 
 @dataclass(frozen=True)
 class RolloutReassemblerActorConfig:
-    """What every actor of a pool reassembles, and where to."""
+    """What every actor of a pool reassembles, and where to.
+
+    `model_shape` is the policy's `(routed layers, experts a token)`, by which routes of another shape are told
+    from right ones where a group alone cannot tell.
+    """
 
     partition_id: str
     staging_partition: str
@@ -86,3 +90,4 @@ class RolloutReassemblerActorConfig:
     router_replay_enabled: bool = False
     defer_routed_experts_to_policy: bool = False
     max_seq_len: int | None = None
+    model_shape: tuple[int, int] | None = None

@@ -50,7 +50,14 @@ from rollout_reassembler.reassembly.lost import lacks_rows, refuse_lost_rows
 from rollout_reassembler.reassembly.metrics import group_metrics
 from rollout_reassembler.reassembly.phases import Phases
 from rollout_reassembler.reassembly.route_plan import RoutePlan, plan_routes
-from rollout_reassembler.reassembly.routed_rows import PlanTag, assemble_group_routes, route_metrics, route_plan_tags
+from rollout_reassembler.reassembly.routed_rows import (
+    PlanTag,
+    assemble_group_routes,
+    route_metrics,
+    route_plan_tags,
+    shape_seen,
+)
+from rollout_reassembler.reassembly.routes import LayersAndTopK
 from rollout_reassembler.reassembly.rows import (
     FinalizedRollout,
     canonical_columns,
@@ -93,6 +100,7 @@ class RolloutReassembler:
         router_replay_enabled: bool = False,
         defer_routed_experts_to_policy: bool = False,
         bounds: ReceiptBounds = DEFAULT_BOUNDS,
+        model_shape: LayersAndTopK | None = None,
     ) -> None:
         _check_settings(pad_token_id, max_seq_len)
         self._client = dp_client
@@ -103,6 +111,8 @@ class RolloutReassembler:
         self._direct_routes = router_replay_enabled and not defer_routed_experts_to_policy
         self._deferred_routes = defer_routed_experts_to_policy
         self._bounds = bounds
+        self._model_shape = None if model_shape is None else (int(model_shape[0]), int(model_shape[1]))
+        self._seen_shape: LayersAndTopK | None = None
         self._source = StagingSource(dp_client, staging_partition=staging_partition)
         self._records = GroupRecords(dp_client, partition_id=partition_id)
 
@@ -110,7 +120,7 @@ class RolloutReassembler:
         """Prove one rollout. Publishes and clears nothing. Raises `DataPlaneError` when the plane fails."""
         admitted = admit(rollout_id, receipt, self._bounds)
         rollouts = self._prove_group([rollout_id], [admitted], [reward], Phases())
-        return (assemble_group_routes(self._source, rollouts) if self._direct_routes else rollouts)[0]
+        return self._with_routes(rollouts)[0]
 
     def finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         """`finalize_group` for a request in one piece."""
@@ -183,7 +193,7 @@ class RolloutReassembler:
         rollouts = self._prove_group(request.rollout_ids, admitted, request.rewards, phases)
         if self._direct_routes:
             with phases("routes"):
-                rollouts = assemble_group_routes(self._source, rollouts)
+                rollouts = self._with_routes(rollouts)
         with phases("record"):
             recorded = self._records.lookup(request.group_id)
         if recorded is not None and recorded.fingerprint != fingerprint:
@@ -211,9 +221,19 @@ class RolloutReassembler:
             pending = clear_group(self._client, self._staging_partition, answer)
         return dataclasses.replace(answer, cleanup_pending=pending, timings=phases.timings())
 
+    def _with_routes(self, rollouts: list[FinalizedRollout]) -> list[FinalizedRollout]:
+        """The rollouts with their routes, in direct mode. The shape that rows agree on counts for later groups."""
+        if not self._direct_routes:
+            return rollouts
+        shapes: dict[str, Any] = {"model_shape": self._model_shape, "seen_shape": self._seen_shape}
+        routed = assemble_group_routes(self._source, rollouts, **shapes)
+        self._seen_shape = shape_seen(routed) or self._seen_shape
+        return routed
+
     def _settings(self) -> tuple[Any, ...]:
         """What else decides the rows: part of a request's fingerprint."""
-        return (self._pad_token_id, self._max_seq_len, self._direct_routes, self._deferred_routes)
+        settings = (self._pad_token_id, self._max_seq_len, self._direct_routes, self._deferred_routes)
+        return (*settings, self._model_shape) if self._model_shape is not None else settings
 
     def _prove_group(
         self,

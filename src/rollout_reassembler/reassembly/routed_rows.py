@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rollout_reassembler.contract.errors import RouteFailure
 from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG, encode_route_plan
-from rollout_reassembler.reassembly.routes import assemble_group, missing_token_count
+from rollout_reassembler.reassembly.routes import LayersAndTopK, assemble_group, missing_token_count
 from rollout_reassembler.reassembly.rows import FinalizedRollout, rejected
 from rollout_reassembler.staging.source import StagingSource
 
@@ -16,12 +16,21 @@ PlanTag = dict[str, str | None]
 """What a row's tags say of its route plan; empty where plans are not deferred."""
 
 
-def assemble_group_routes(source: StagingSource, rollouts: Sequence[FinalizedRollout]) -> list[FinalizedRollout]:
-    """The rollouts with their routes `[T, L, K]`, in one read for all; one whose routes fail is rejected."""
+def assemble_group_routes(
+    source: StagingSource,
+    rollouts: Sequence[FinalizedRollout],
+    *,
+    model_shape: LayersAndTopK | None = None,
+    seen_shape: LayersAndTopK | None = None,
+) -> list[FinalizedRollout]:
+    """The rollouts with their routes `[T, L, K]`, in one read for all; one whose routes fail is rejected.
+
+    `model_shape` and `seen_shape` are as in `assemble_group`.
+    """
     planned = [rollout for rollout in rollouts if rollout.route_plan is not None]
     plans = [rollout.route_plan for rollout in planned if rollout.route_plan is not None]
     lengths = [len(rollout.token_ids) for rollout in planned]
-    outcomes = assemble_group(source, plans, canonical_lengths=lengths)
+    outcomes = assemble_group(source, plans, model_shape=model_shape, canonical_lengths=lengths, seen_shape=seen_shape)
     routed: dict[str, FinalizedRollout] = {}
     for rollout, outcome in zip(planned, outcomes, strict=True):
         if isinstance(outcome, RouteFailure):
@@ -36,6 +45,12 @@ def assemble_group_routes(source: StagingSource, rollouts: Sequence[FinalizedRol
         else:
             routed[rollout.rollout_id] = dataclasses.replace(rollout, routed_experts=outcome)
     return [routed.get(rollout.rollout_id, rollout) for rollout in rollouts]
+
+
+def shape_seen(rollouts: Sequence[FinalizedRollout]) -> LayersAndTopK | None:
+    """The `(L, K)` that two rows of a group or more agree on."""
+    shapes = [r.routed_experts.shape for r in rollouts if r.routed_experts is not None and r.routed_experts.size]
+    return (shapes[0][1], shapes[0][2]) if len(shapes) > 1 else None
 
 
 def route_plan_tags(rollouts: Sequence[FinalizedRollout]) -> list[PlanTag]:

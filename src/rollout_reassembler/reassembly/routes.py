@@ -105,10 +105,12 @@ def assemble_group(
     *,
     model_shape: LayersAndTopK | None = None,
     canonical_lengths: Sequence[int] | None = None,
+    seen_shape: LayersAndTopK | None = None,
 ) -> list[RowRoutes | RouteFailure]:
     """Execute the plans of a group: for each its routes, or why there are none. One read for all.
 
-    Without `model_shape` most rows decide which `(L, K)` the group has, and the others fail with
+    Rows must have the `(L, K)` of `model_shape`. Without it most rows decide, and where as many rows speak for
+    each of several shapes, `seen_shape`, that of an earlier group, or else the first row. The others fail with
     `fragment_model_shape`. A row without any fragment takes the group's shape. Fragments that are
     missing or another's may be the plane's passing fault, so they are read once more. A
     `DataPlaneError` is raised.
@@ -120,7 +122,7 @@ def assemble_group(
         again = _execute(source, [plans[at] for at in unread], [lengths[at] for at in unread], model_shape)
         for at, outcome in zip(unread, again, strict=True):
             outcomes[at] = outcome
-    return outcomes if model_shape else _agree(outcomes)
+    return outcomes if model_shape else _agree(outcomes, seen_shape)
 
 
 def sentinel_routes(length: int, model_shape: LayersAndTopK | None = None) -> RowRoutes:
@@ -230,12 +232,16 @@ def _place(row: RowRoutes, start: int, span: RouteSpan, fragment: _Fragment) -> 
         row[start - 1] = fragment.boundary[0]
 
 
-def _agree(outcomes: list[RowRoutes | RouteFailure]) -> list[RowRoutes | RouteFailure]:
+def _agree(
+    outcomes: list[RowRoutes | RouteFailure], seen_shape: LayersAndTopK | None
+) -> list[RowRoutes | RouteFailure]:
     """One `(L, K)` for the group, that of most rows: a row of another fails, one that knows none takes it."""
     shapes = Counter(row.shape[1:] for row in outcomes if isinstance(row, np.ndarray) and row.size)
     if not shapes:
         return outcomes
-    layers, topk = shapes.most_common(1)[0][0]
+    (layers, topk), votes = shapes.most_common(1)[0]
+    if seen_shape is not None and shapes[seen_shape] == votes:
+        layers, topk = seen_shape
     return [_in_shape(outcome, (layers, topk)) for outcome in outcomes]
 
 

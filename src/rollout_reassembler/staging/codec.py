@@ -2,14 +2,15 @@
 
     offset  size  field (big-endian)
     0       4     magic `RRSC`
-    4       1     version, 1
+    4       1     version, 2
     5       1     flags: bit 0 set when the extras hold a boundary route
     6       2     zero
     8       4     route rows in the extras (0 for none), u32
     12      2     layers L of these routes, u16
     14      2     experts a token and layer K of these routes, u16
-    16      32    digest of the call
-    48      …     the digest's preimage (`contract.digests.staging_preimage`), to the end of the value
+    16      8     the header's own proof: the first 8 bytes of SHA-256 over bytes 0-15 and the call's digest
+    24      32    digest of the call
+    56      …     the digest's preimage (`contract.digests.staging_preimage`), to the end of the value
 
 The preimage holds the call's identity, lengths, columns and hashes, length-prefixed and in wire
 order, so nothing is stored twice and proving a row is one hash over the bytes as they lie:
@@ -21,8 +22,9 @@ order, so nothing is stored twice and proving a row is one hash over the bytes a
 A `PackedCall` that exists is valid: its columns have `delta_len` values, masks are 0 or 1, a mask-0
 token has log probability 0, everything is finite, and the contents hash to the digest. What it
 does not say is whether this is the row a receipt means; that is `reassembly.verify`'s part. The
-route shape in the header is a hint that lets a plan be made without reading routes; whoever reads
-the routes holds it against them.
+route shape in the header is what lets a plan be made without reading routes. It is not under the call's
+digest, so the header proves itself: no bit of it can change unnoticed, also where extras are never read.
+Whoever reads the routes holds it against them as well, since a stager may have been wrong.
 
 Extras travel in a field of their own (`encode_extras`), as the bytes that their digest hashes.
 """
@@ -51,11 +53,13 @@ from rollout_reassembler.contract.records import CallRecord, StagedCall, staging
 from rollout_reassembler.staging.places import is_place, place
 
 MAGIC = b"RRSC"
-VERSION = 1
+VERSION = 2
 
-_HEADER = struct.Struct(">4sBBHIHH32s")
+_HEADER = struct.Struct(">4sBBHIHH8s32s")
+_HEADER_FIELDS = struct.Struct(">4sBBHIHH")
 _PREAMBLE = CALL_DOMAIN + bytes([SCHEMA_VERSION, DIGEST_VERSION, EXTRAS_DIGEST_VERSION])
 _DIGEST_AT = _HEADER.size - 32
+_PROOF_AT = _DIGEST_AT - 8
 _TEXTS_AT = _HEADER.size + len(_PREAMBLE)
 _U64 = struct.Struct(">Q")
 _LENGTHS = struct.Struct(">4Q")
@@ -166,7 +170,8 @@ def pack_call(call: StagedCall, routes: RouteShape = NO_ROUTES) -> bytes:
     """The packed value of a call. Its extras are not in it; `routes` says what routes they hold."""
     flags = _BOUNDARY_FLAG if routes.boundary else 0
     digest = bytes.fromhex(call.digest)
-    return _HEADER.pack(MAGIC, VERSION, flags, 0, routes.rows, routes.layers, routes.topk, digest) + call.preimage
+    fields = _HEADER_FIELDS.pack(MAGIC, VERSION, flags, 0, routes.rows, routes.layers, routes.topk)
+    return b"".join((fields, _header_proof(fields, digest), digest, call.preimage))
 
 
 def staged_place(key: str, value: bytes) -> str:
@@ -200,7 +205,7 @@ def unpack_listed(values: Iterable[bytes], rollout_id: str, records: Iterable[Ca
         head = b"".join((proof, rollout, text(call_id), lineage, lengths))
         tail = _PRESENT.join((bytes.fromhex(extras), bytes.fromhex(chain), bytes.fromhex(cumulative)))
         tokens_at = _DIGEST_AT + len(head) + _COUNTS.size
-        routes = _route_shape(value)
+        routes = _route_shape(value, proof)
         if (
             routes is None
             or not value.startswith(head, _DIGEST_AT)
@@ -214,12 +219,19 @@ def unpack_listed(values: Iterable[bytes], rollout_id: str, records: Iterable[Ca
     return calls
 
 
-def _route_shape(value: bytes) -> RouteShape | None:
-    """What the header says of routes; `None` when it is not the header of a packed call."""
+def _header_proof(fields: bytes, digest: bytes) -> bytes:
+    """What binds a header's fields to its call."""
+    return hashlib.sha256(fields + digest).digest()[: _DIGEST_AT - _PROOF_AT]
+
+
+def _route_shape(value: bytes, digest: bytes) -> RouteShape | None:
+    """What the header of the call with this digest says of routes; `None` when it is not the header of one."""
     if len(value) < _HEADER.size:
         return None
-    magic, version, flags, zero, rows, layers, topk, _ = _HEADER.unpack_from(value)
+    magic, version, flags, zero, rows, layers, topk, proof, _ = _HEADER.unpack_from(value)
     if magic != MAGIC or version != VERSION or zero or flags & ~_BOUNDARY_FLAG:
+        return None
+    if proof != _header_proof(value[:_PROOF_AT], digest):
         return None
     return RouteShape(rows, layers, topk, flags & _BOUNDARY_FLAG != 0) if rows or flags else NO_ROUTES
 
@@ -227,10 +239,11 @@ def _route_shape(value: bytes) -> RouteShape | None:
 def _unpack(value: bytes) -> PackedCall:
     if type(value) is not bytes:
         raise InvalidStagedCall(f"a packed call is bytes, got {type(value).__name__}")
-    routes = _route_shape(value)
-    if routes is None:
-        raise InvalidStagedCall(f"not a packed call of version {VERSION}: {len(value)} bytes from {value[:8]!r}")
     digest = value[_DIGEST_AT : _HEADER.size]
+    routes = _route_shape(value, digest)
+    if routes is None:
+        found = f"{len(value)} bytes from {value[:8]!r}"
+        raise InvalidStagedCall(f"not a packed call of version {VERSION} with a sound header: {found}")
     if not value.startswith(_PREAMBLE, _HEADER.size):
         raise InvalidStagedCall("unsupported schema or digest version")
     if hashlib.sha256(memoryview(value)[_HEADER.size :]).digest() != digest:
