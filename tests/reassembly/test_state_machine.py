@@ -18,8 +18,9 @@ from rollout_reassembler.contract.rpc_guard import assert_metadata_only
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.reassembly.group_record import GroupRecords
 from rollout_reassembler.reassembly.sweep import sweep_staging
+from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.sink import StagingSink
-from tests.captures import CANONICAL, PAD, STAGING, MadeRollout, finalize, memory_plane, staged_keys
+from tests.captures import CANONICAL, PAD, STAGING, MadeRollout, finalize, memory_plane, staged_places
 from tests.reassembly.contents import RECORDS, contents_of
 from tests.reassembly.crash_plane import CrashPlane
 
@@ -49,7 +50,7 @@ class Rollout:
 
     @property
     def keys(self) -> set[str]:
-        return {call.staging_key for call in self.made.calls}
+        return {place_of(call) for call in self.made.calls}
 
 
 @dataclass
@@ -122,7 +123,7 @@ class LifeOfGroups(RuleBasedStateMachine):
         rollout = Rollout(made)
         for call in made.calls:
             if self.sink.stage(call).ok:
-                rollout.durable.add(call.staging_key)
+                rollout.durable.add(place_of(call))
         self.all_rollouts.append(rollout)
         return rollout
 
@@ -130,8 +131,8 @@ class LifeOfGroups(RuleBasedStateMachine):
     def stage_again_what_was_not_acknowledged(self, rollout: Rollout) -> None:
         if rollout.group is None:
             for call in rollout.made.calls:
-                if call.staging_key not in rollout.durable and self.sink.stage(call).ok:
-                    rollout.durable.add(call.staging_key)
+                if place_of(call) not in rollout.durable and self.sink.stage(call).ok:
+                    rollout.durable.add(place_of(call))
 
     @rule(target=groups, size=st.integers(1, 3), data=st.data())
     def ask_for_a_group(self, size: int, data: st.DataObject) -> Any:
@@ -141,9 +142,9 @@ class LifeOfGroups(RuleBasedStateMachine):
         group_id = f"g{len(self.all_groups)}"
         for rollout in rollouts:
             rollout.group = group_id
-            is_there = rollout.keys <= staged_keys(self.inner)
+            is_there = rollout.keys <= staged_places(self.inner)
             rollout.fault = data.draw(st.sampled_from(FAULTS)) if is_there else "missing row"
-            first = rollout.made.calls[0].staging_key
+            first = place_of(rollout.made.calls[0])
             if rollout.fault == "garbled row":
                 self.inner.put_samples([first], STAGING, {"call": [b"garbage"]})
             elif rollout.fault == "missing row" and is_there:
@@ -203,7 +204,9 @@ class LifeOfGroups(RuleBasedStateMachine):
             if rollout.fault == "stolen key":
                 kept |= rollout.keys
         untagged = {key for key, tags in self.inner.list_samples(STAGING).items() if not tags}
-        assert staged_keys(self.inner) & {key for rollout in group.rollouts for key in rollout.keys} <= kept | untagged
+        assert (
+            staged_places(self.inner) & {key for rollout in group.rollouts for key in rollout.keys} <= kept | untagged
+        )
 
     @rule(group=groups)
     def ask_for_something_else_under_the_same_id(self, group: Group) -> None:
@@ -232,11 +235,11 @@ class LifeOfGroups(RuleBasedStateMachine):
     def sweep_what_a_finished_group_left(self, group: Group, dry_run: bool) -> None:
         if self.records.lookup(group.group_id) is None:
             return
-        before = staged_keys(self.inner)
+        before = staged_places(self.inner)
         with suppress(DataPlaneError):
             ids = [rollout.made.rollout_id for rollout in group.rollouts]
             sweep_staging(self.plane, STAGING, rollout_ids=ids, dry_run=dry_run)
-        gone = before - staged_keys(self.inner)
+        gone = before - staged_places(self.inner)
         assert not (dry_run and gone)
         assert gone <= {key for rollout in group.rollouts for key in rollout.keys}
 
@@ -261,7 +264,7 @@ class LifeOfGroups(RuleBasedStateMachine):
 
     @invariant()
     def what_was_acknowledged_is_durable_until_its_group_is_on_record(self) -> None:
-        there = staged_keys(self.inner)
+        there = staged_places(self.inner)
         on_record = contents_of(self.inner, RECORDS)
         for rollout in self.all_rollouts:
             if rollout.group not in on_record:
@@ -302,8 +305,10 @@ class LifeOfGroups(RuleBasedStateMachine):
         finished = [rollout.made.rollout_id for group in self.all_groups for rollout in group.rollouts]
         sweep_staging(self.inner, STAGING, rollout_ids=finished, untagged_after_s=0.0, dry_run=False)
         waiting = {key for rollout in self.all_rollouts if rollout.group is None for key in rollout.keys}
-        assert staged_keys(self.inner) <= waiting | self.stranger.keys()
-        assert all(rollout.durable <= staged_keys(self.inner) for rollout in self.all_rollouts if rollout.group is None)
+        assert staged_places(self.inner) <= waiting | self.stranger.keys()
+        assert all(
+            rollout.durable <= staged_places(self.inner) for rollout in self.all_rollouts if rollout.group is None
+        )
 
 
 TestLifeOfGroups = LifeOfGroups.TestCase
