@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-
 import ray
 import typer
 from rich.console import Console
@@ -24,6 +22,7 @@ from rich.table import Table
 
 from rollout_reassembler import DataPlaneConfig, build_data_plane_client, register_staging_partition
 from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec
+from rollout_reassembler.data_plane.transfer_queue.cluster import start_local_ray
 
 BACKENDS = ("simple", "mooncake_cpu")
 ROWS = (1, 64, 512)
@@ -97,7 +96,7 @@ def main(
     """Measure both backends, one after the other, on a Ray of this machine."""
     calls = Table("backend", "rows", "put ms", "get ms", "clear ms")
     checkpoints = Table("backend", "save MB/s", "load MB/s")
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    start_local_ray(8)
     for backend in BACKENDS:
         with plane_on(backend) as plane:
             register_staging_partition(plane, "staging")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from uuid import uuid4
 
@@ -12,10 +11,6 @@ from hypothesis import settings
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
-
-# Without it Ray leaves a token file in the home directory.
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-
 
 # A test is not wrong because the machine is busy.
 settings.register_profile("busy machine", deadline=None)
@@ -35,11 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local Ray with CPUs for the queue (2) and for the actors of the tests."""
-    import ray
+    from rollout_reassembler.data_plane.transfer_queue.cluster import local_ray
 
-    ray.init(address="local", num_cpus=10, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=10):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
 from rollout_reassembler.data_plane.mooncake.connection import connect
 from rollout_reassembler.data_plane.mooncake.master import start_master
 from rollout_reassembler.data_plane.mooncake.owners import PipeOwner
-from tests.data_plane.plain_queue import QueueHost, server_info
+from tests.data_plane.plain_queue import QueueHost, keys_of, server_info
 
 SEGMENT = 256 << 20
 DEADLINES = Deadlines(read=10, write=10, clear=10, metadata=10, connect=20, checkpoint=60, quiesced=20)
@@ -88,8 +88,9 @@ class MooncakeSite:
     def connect(self, deadlines: Deadlines = DEADLINES, *, owners: bool = True, **store: Any) -> MooncakeDataPlane:
         """A client in this process; with `owners` it commands the memory hosts."""
         cfg = self.config(deadlines, **store)
+        address = self.controller.address
         plane = MooncakeDataPlane.over_connection(
-            connect(cfg, cfg.mooncake_cpu, server_info(self.controller.address)), cfg
+            connect(cfg, cfg.mooncake_cpu, server_info(address), keys_of(address)), cfg
         )
         for host in self.hosts if owners else ():
             plane.add_owner(host.owner)

@@ -5,15 +5,18 @@
     plane = queue.connect(deadlines)
     queue.controller.kill()
 
-The classes are the ones that Ray would run as actors. Run as a module this file is the host: for each
-line of its standard input it forks a server, which prints where it listens. All end with their parent.
+The classes are the ones that Ray would run as actors, with keys as a plane on one machine has them. Run as a module
+this file is the host: for each line of its standard input it forks a server, which prints where it listens.
+All end with their parent.
 """
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -25,6 +28,7 @@ from typing import Any, TypeVar
 
 from rollout_reassembler.data_plane.config import DataPlaneConfig, Deadlines
 from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
+from rollout_reassembler.data_plane.transfer_queue.keys import Keys
 
 T = TypeVar("T")
 
@@ -63,7 +67,7 @@ class PlainQueue:
 
         cfg = DataPlaneConfig(impl="transfer_queue", deadlines=deadlines)
         controller, unit = server_info(self.controller.address), server_info(self.unit.address)
-        rows = connect_sockets(controller, {"unit": unit}, deadlines.connect)
+        rows = connect_sockets(controller, {"unit": unit}, deadlines.connect, keys_of(self.controller.address))
         return TransferQueueDataPlane.over(rows, cfg)
 
     def stop(self) -> None:
@@ -72,9 +76,10 @@ class PlainQueue:
 
 
 class QueueHost:
-    """The process that starts queues."""
+    """The process that starts queues. `keys` are those of the next one; `None` opens it to everybody."""
 
     def __init__(self) -> None:
+        self.keys: Keys | None = Keys.fresh("plain")
         self._orders = 0
         command = [sys.executable, "-m", "tests.data_plane.plain_queue"]
         env = {**os.environ, "TQ_LOGGING_LEVEL": "CRITICAL"}
@@ -96,14 +101,15 @@ class QueueHost:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._orders += 1
-        print(json.dumps({**order, "order": self._orders}), file=self._process.stdin, flush=True)
+        keys = with_keys({}, self.keys)["keys"]
+        print(json.dumps({**order, "keys": keys, "order": self._orders}), file=self._process.stdin, flush=True)
         for line in self._process.stdout:
             answer = json.loads(line) if line.startswith("{") else {}
             if answer.get("order") != self._orders:  # a late one, to a test that gave up
                 continue
             if "failed" in answer:
                 raise RuntimeError(f"the queue did not start: {answer['failed']}")
-            return Server(answer["pid"], answer)
+            return Server(answer["pid"], {**answer, "keys": keys})
         raise RuntimeError("the host of the queue ended; its error is above")
 
 
@@ -130,9 +136,20 @@ def server_info(address: dict[str, Any]) -> Any:
     return ZMQServerInfo(Role(address["role"]), address["id"], address["ip"], address["ports"])
 
 
+def keys_of(address: dict[str, Any]) -> Keys | None:
+    """What a client of this server presents."""
+    keys: Keys | None = pickle.loads(base64.b64decode(address["keys"]))
+    return keys
+
+
+def with_keys(address: dict[str, Any], keys: Keys | None) -> dict[str, Any]:
+    """The same server, for a client that presents these."""
+    return {**address, "keys": base64.b64encode(pickle.dumps(keys)).decode()}
+
+
 def _host() -> None:
     # Imported before any fork, and no thread started.
-    import transfer_queue  # noqa: F401
+    from rollout_reassembler.data_plane.transfer_queue import servers  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
@@ -145,18 +162,17 @@ def _host() -> None:
             os._exit(1)
 
 
-def _serve(order: int, kind: str, capacity: int | None = None) -> None:
-    from transfer_queue.controller import TransferQueueController
-    from transfer_queue.storage.simple_storage import SimpleStorageUnit
+def _serve(order: int, kind: str, keys: str, capacity: int | None = None) -> None:
+    from rollout_reassembler.data_plane.transfer_queue.servers import Controller, StorageUnit
 
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     server: Any
     if kind == "controller":
-        server = TransferQueueController.__ray_metadata__.modified_class(polling_mode=True)
+        server = Controller(keys_of({"keys": keys}))
     else:
         config = {"num_data_storage_units": 1, "total_storage_size": capacity}
-        server = SimpleStorageUnit.__ray_metadata__.modified_class(config)
+        server = StorageUnit(keys_of({"keys": keys}), config)
     info = server.get_zmq_server_info()
     address = {"role": info.role.value, "id": info.id, "ip": info.ip, "ports": info.ports}
     print(json.dumps({**address, "pid": os.getpid(), "order": order}), flush=True)

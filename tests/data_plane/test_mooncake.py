@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -213,12 +214,14 @@ def test_a_reader_of_a_row_that_is_overwritten_gets_the_old_or_the_new_one(
 
 WRITER = """
 import os, signal, sys
-from tests.data_plane.plain_queue import server_info
+from tests.data_plane.plain_queue import keys_of, server_info
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
 from rollout_reassembler.data_plane.mooncake.connection import connect
 cfg = DataPlaneConfig.model_validate_json(sys.argv[1])
-plane = MooncakeDataPlane.over_connection(connect(cfg, cfg.mooncake_cpu, server_info(eval(sys.argv[2]))), cfg)
+address = eval(sys.argv[2])
+connected = connect(cfg, cfg.mooncake_cpu, server_info(address), keys_of(address))
+plane = MooncakeDataPlane.over_connection(connected, cfg)
 plane.put_samples([f"k{i}" for i in range(20)], sys.argv[3], {"payload": [bytes([i]) * 50_000 for i in range(20)]})
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -267,7 +270,7 @@ def test_whoever_started_the_plane_takes_its_rows_out_of_hosts_that_go_on(queues
     assert_same_row(next(third.get_samples(["a"], "p").rows())[1], row(1, 900))
     names = list(in_a_call(third, third._mooncake.rows.stored))
     assert all(third._mooncake.store.are_there(names))
-    owner._end_queue = lambda seconds: None
+    owner._started = ExitStack()
     owner.close()
     assert not any(third._mooncake.store.are_there(names))
     third.close()

@@ -308,10 +308,10 @@ def test_connecting_to_a_dead_controller_is_an_error_in_seconds(queue: PlainQueu
 
 NO_QUEUE = """
 import time
-import ray
 from rollout_reassembler.contract.errors import DataPlaneUnavailable
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
+from rollout_reassembler.data_plane.transfer_queue.cluster import start_local_ray
 
 def error_of(cfg, bootstrap):
     started = time.monotonic()
@@ -326,7 +326,7 @@ import transfer_queue  # takes seconds, which are not to be counted
 
 cfg = DataPlaneConfig(impl="transfer_queue", simple={"num_storage_units": 3})
 assert "ray.init" in error_of(cfg, False)
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+start_local_ray(2)
 assert "no queue is running" in error_of(cfg, False)
 message = error_of(cfg, True)
 assert "4 free CPUs" in message and "2 are free" in message and "num_cpus" in message, message

@@ -16,7 +16,7 @@ from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
 from rollout_reassembler.staging.sink import StagingSink
 from tests.captures import STAGING, chain, registered
-from tests.data_plane.plain_queue import QueueHost, server_info
+from tests.data_plane.plain_queue import QueueHost, keys_of, server_info
 
 
 class FadingPlane(MemoryDataPlane):
@@ -50,7 +50,7 @@ def test_a_call_that_failed_at_one_unit_has_ended_at_the_other(queue_host: Queue
 
     full, other = queue_host.start_queue(capacity=0), queue_host.start_queue()
     units = {name: server_info(queue.unit.address) for name, queue in (("full", full), ("other", other))}
-    rows = connect_sockets(server_info(full.controller.address), units, 5.0)
+    rows = connect_sockets(server_info(full.controller.address), units, 5.0, keys_of(full.controller.address))
     plane = TransferQueueDataPlane.over(rows, DataPlaneConfig(impl="transfer_queue"))
     plane.register_partition("p", {"step": FieldSpec("int64")})
     other.unit.stall()

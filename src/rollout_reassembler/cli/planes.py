@@ -11,8 +11,6 @@ the latter with a Mooncake master and a memory host, and finalize in that many r
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,7 +77,9 @@ def _open_queue(name: PlaneName, config: RolloutReassemblerActorConfig, workers:
         simple=SimpleBackendConfig(num_storage_units=1),
         mooncake_cpu=MooncakeCpuBackendConfig(master_server_address="127.0.0.1:0", start_master=True, memory_hosts=1),
     )
-    with local_ray(cpus=workers + 4):
+    from rollout_reassembler.data_plane.transfer_queue.cluster import local_ray
+
+    with local_ray(num_cpus=workers + 4):
         client = build_data_plane_client(dp_config, bootstrap=True)
         try:
             _register(client, config)
@@ -88,30 +88,3 @@ def _open_queue(name: PlaneName, config: RolloutReassemblerActorConfig, workers:
                 yield OpenPlane(client, pool.finalize_all)
         finally:
             client.close()
-
-
-@contextmanager
-def local_ray(*, cpus: int) -> Iterator[None]:
-    """A quiet Ray on this machine, unless this process is in a cluster already.
-
-    `cpus` is what it may promise, not what it uses: waiting costs none.
-    """
-    import ray
-
-    if ray.is_initialized():
-        yield
-        return
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(
-        # Not the cluster that RAY_ADDRESS may name.
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        configure_logging=False,
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -19,9 +17,7 @@ from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.reassembly.sweep import SweepReport, sweep_staging
 
 AUTO = "auto"
-_CONNECT_TIMEOUT_S = 5
 _STDERR = 2
-_TOKEN_HINT = "Do you hold its token? Ray takes it from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 
 
 @dataclass(frozen=True)
@@ -80,19 +76,14 @@ def _attached(address: str) -> Iterator[Cluster]:
     # Ray tries for 20 seconds otherwise.
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")
     import ray
-    from ray.exceptions import RayError
+
+    from rollout_reassembler.data_plane.transfer_queue.cluster import attach_ray
 
     _, _, port = address.rpartition(":")
     if address != AUTO and ("://" in address or not port.isdigit()):
         raise RequestError(f"--address {address}: expected host:port of a Ray cluster, or auto")
-    if address != AUTO:
-        _refuse_unreachable(address)
-    try:
-        with _without_standard_error():
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RayError) as error:
-        what = str(error).partition(". ")[0]
-        raise ConnectionError(f"cannot join the Ray cluster at {address}: {what}. {_TOKEN_HINT}") from error
+    with _without_standard_error():
+        attach_ray(address)
     try:
         here = ray.get_runtime_context()
         yield Cluster(here.gcs_address, here.get_session_name(), ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -113,16 +104,6 @@ def _without_standard_error() -> Iterator[None]:
         os.dup2(kept, _STDERR)
         os.close(kept)
         os.close(nowhere)
-
-
-def _refuse_unreachable(address: str) -> None:
-    """Raise `ConnectionError` where nobody listens; Ray would go on trying for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit():
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-        except OSError as error:
-            raise ConnectionError(f"no Ray cluster answers at {address} ({error})") from error
 
 
 def _running_plane() -> DataPlaneConfig:

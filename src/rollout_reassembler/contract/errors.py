@@ -206,6 +206,10 @@ class CheckpointDamaged(DataPlaneError):
     """A file of a checkpoint is cut, changed, missing or of another checkpoint. Nothing was loaded."""
 
 
+class DataPlaneUnauthenticated(DataPlaneUnavailable):
+    """A process of the data plane does not take this client's keys: it belongs to another plane, or to a later one."""
+
+
 class PartitionNotRegistered(DataPlaneError):
     """The partition was never registered: register it once, before actors start."""
 

@@ -77,6 +77,14 @@ class DataPlaneConfig(_Block):
     deadlines: Deadlines = Deadlines()
     simple: SimpleBackendConfig = SimpleBackendConfig()
     mooncake_cpu: MooncakeCpuBackendConfig = MooncakeCpuBackendConfig()
+    security: Literal["auto", "plain", "curve", "trusted_network"] = Field(
+        "auto",
+        description="how the queue's sockets know who belongs to the plane. plain: by a password, readable on the "
+        "wire. curve: by keys, encrypted, 3 ms of CPU a MB. auto: plain where all of the Ray cluster is on loopback, "
+        "curve elsewhere. trusted_network: not at all; whoever reaches a port of the queue can run code in it. The "
+        "process that starts the plane decides, all others take what runs; plain and curve refuse to attach to "
+        "anything else",
+    )
 
     @model_validator(mode="after")
     def _mooncake_holds_bytes(self) -> Self:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 import ray
 
@@ -15,10 +12,11 @@ from rollout_reassembler import (
     RolloutReassemblerActorConfig,
     create_rollout_reassembler_actors,
 )
+from rollout_reassembler.data_plane.transfer_queue.cluster import start_local_ray
 
 
 def main() -> None:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    start_local_ray(2)
     config = RolloutReassemblerActorConfig("canonical", "staging", 0, False, False, None)
     start = time.monotonic()
     try:

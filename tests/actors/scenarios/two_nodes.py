@@ -9,9 +9,11 @@ import json
 import os
 import time
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+# Where a cluster is not started by `ray.init`, Ray leaves tokens to the environment.
+os.environ["RAY_AUTH_MODE"] = "token"
 
 import ray
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray.cluster_utils import Cluster
 
 from rollout_reassembler import (
@@ -39,6 +41,7 @@ def node_of(actor) -> str:
 
 
 def main() -> None:
+    ensure_token_if_auth_enabled()
     head = {"num_cpus": 4, "include_dashboard": False, "_system_config": HEALTH_CHECKS}
     cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

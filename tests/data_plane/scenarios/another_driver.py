@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 import ray
 from transfer_queue.controller import TransferQueueController
@@ -14,10 +11,11 @@ from transfer_queue.sampler import SequentialSampler
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.config import DataPlaneConfig, Deadlines
 from rollout_reassembler.data_plane.transfer_queue import connection
+from rollout_reassembler.data_plane.transfer_queue.cluster import start_local_ray
 
 
 def main() -> None:
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    start_local_ray(4)
     options = TransferQueueController.options(name=connection.CONTROLLER, namespace=connection.NAMESPACE)
     starting = options.remote(sampler=SequentialSampler(), polling_mode=True)
     ray.get(starting.get_zmq_server_info.remote())

@@ -16,8 +16,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-
 import ray
 
 from rollout_reassembler import (
@@ -32,6 +30,7 @@ from rollout_reassembler import (
     register_staging_partition,
     sweep_staging,
 )
+from rollout_reassembler.data_plane.transfer_queue.cluster import start_local_ray
 from tests.actors.groups import assert_rows_proven, request_of, stage_group
 from tests.reassembly.contents import whole_plane
 
@@ -121,7 +120,7 @@ def restore(folder: Path) -> None:
 
 
 def main() -> None:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    start_local_ray(8)
     {"save": save, "restore": restore}[sys.argv[1]](Path(sys.argv[2]))
 
 

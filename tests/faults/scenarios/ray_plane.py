@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-
 import numpy as np
 import ray
 
@@ -34,6 +32,7 @@ from rollout_reassembler import (
 from rollout_reassembler.actors.rollout_reassembler_actor import _ACTOR_OPTIONS
 from rollout_reassembler.data_plane.base import FieldSpec
 from rollout_reassembler.data_plane.config import Deadlines, SimpleBackendConfig
+from rollout_reassembler.data_plane.transfer_queue.cluster import start_local_ray
 from tests.captures import CANONICAL, PAD, STAGING, registered
 from tests.faults.groups import KINDS, Group, count
 from tests.faults.mortal import Mortal
@@ -229,7 +228,7 @@ def calls_on(plane: DataPlaneClient, directory: Path, names: list[str]) -> dict[
 
 
 def main(directory: Path) -> None:
-    ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    start_local_ray(6)
     report: dict[str, Any] = {"bootstrap": bootstrap_that_takes_too_long()}
     run = Run(directory)
     run.plane.register_partition("p", {"tokens": FieldSpec("int64", 1)})

@@ -34,7 +34,6 @@ from rollout_reassembler.cli.bench.machine import machine_facts, measure_hash_li
 from rollout_reassembler.cli.bench.ours import OursArm
 from rollout_reassembler.cli.bench.shapes import MadeGroup, Shape, make_group
 from rollout_reassembler.cli.bench.staging import staging_group, staging_rates
-from rollout_reassembler.cli.planes import local_ray
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig
@@ -87,7 +86,9 @@ def open_client(plane: BenchPlane) -> Iterator[DataPlaneClient]:
         raise CannotMeasure(
             "the simple plane needs Ray: pip install 'rollout-reassembler[ray]', or measure with --plane memory"
         ) from error
-    with local_ray(cpus=_RAY_CPUS), closing(_start_queue()) as client:
+    from rollout_reassembler.data_plane.transfer_queue.cluster import local_ray
+
+    with local_ray(num_cpus=_RAY_CPUS), closing(_start_queue()) as client:
         yield client
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,20 +45,19 @@ class MooncakeDataPlane(TransferQueueDataPlane):
         environment.prepare_environment(cfg.deadlines)
         from rollout_reassembler.data_plane.mooncake import connection
 
-        started = connection.start(cfg) if bootstrap else None
-        self._end_queue = _ended_by(started) if started is not None else None
+        self._started = connection.start(cfg) if bootstrap else None
         try:
             self._connect(connection.attach(cfg), cfg)
         except DataPlaneError:
-            if started is not None:
-                started.close()
+            if self._started is not None:
+                self._started.close()
             raise
 
     @classmethod
     def over_connection(cls, connected: Connection, cfg: DataPlaneConfig) -> MooncakeDataPlane:
         """A client over a connection that is open already, of a plane that somebody else started."""
         plane = cls.__new__(cls)
-        plane._end_queue = None
+        plane._started = None
         plane._connect(connected, cfg)
         return plane
 
@@ -122,7 +120,7 @@ class MooncakeDataPlane(TransferQueueDataPlane):
 
     def close(self) -> None:
         """Disconnect; the client that started the plane also ends it, and removes its rows from hosts that go on."""
-        if self._end_queue is not None:
+        if self._started is not None:
             try:
                 self._mooncake.store.remove_session()
             except StoreFailure as failure:
@@ -134,10 +132,6 @@ class MooncakeDataPlane(TransferQueueDataPlane):
 
         seconds = self._deadlines.checkpoint
         return CheckpointDriver(self._mooncake.rows, self._mooncake.store, self._owners, seconds)
-
-
-def _ended_by(started: ExitStack) -> Any:
-    return lambda seconds: started.close()
 
 
 def _absolute(directory: str) -> Path:

@@ -17,12 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 import ray
-from omegaconf import OmegaConf
-from ray.exceptions import RayError
-from transfer_queue.controller import TransferQueueController
-from transfer_queue.sampler import SequentialSampler
 
-from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.config import DataPlaneConfig, MooncakeCpuBackendConfig
 from rollout_reassembler.data_plane.mooncake.environment import on_this_node, prepare_environment
 from rollout_reassembler.data_plane.mooncake.host import MemoryHost
@@ -33,15 +28,21 @@ from rollout_reassembler.data_plane.mooncake.values import MooncakeValues
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, run_blocking
 from rollout_reassembler.data_plane.transfer_queue.connection import (
     BACKENDS,
-    CONTROLLER,
     NAMESPACE,
+    answer_of,
     check_backend,
     check_cpus,
     controller_peer,
     find_controller,
+    fresh_keys,
+    kill_actor,
     running_config,
+    running_keys,
+    start_controller,
     start_ray,
+    tell_controller,
 )
+from rollout_reassembler.data_plane.transfer_queue.keys import Keys
 from rollout_reassembler.data_plane.transfer_queue.sockets import QueueSockets
 
 _BACKEND = BACKENDS["mooncake_cpu"]
@@ -49,7 +50,6 @@ _BACKEND = BACKENDS["mooncake_cpu"]
 _SHARED = ("master_server_address", "metadata_server", "protocol")
 """What every process must have alike: it comes from the controller, not from the process's own config."""
 
-_START = CallSite("bootstrap")
 _ATTACH = CallSite("connect")
 
 
@@ -71,34 +71,27 @@ def start(cfg: DataPlaneConfig) -> ExitStack | None:
     if find_controller(cfg.deadlines.connect) is not None:
         return None
     check_cpus(cfg)
+    keys = fresh_keys(cfg)
     with ExitStack() as started:
         store = cfg.mooncake_cpu
         if store.start_master:
             master = start_master(store.master_server_address, cfg.deadlines.bootstrap)
             started.callback(master.end)
             store = store.model_copy(update={"master_server_address": master.address})
-        actor_class: Any = TransferQueueController
-        controller = actor_class.options(name=CONTROLLER, namespace=NAMESPACE).remote(
-            sampler=SequentialSampler(), polling_mode=True
-        )
-        started.callback(_kill, controller)
-        info = _answer(controller.get_zmq_server_info.remote(), cfg)
+        controller = start_controller(cfg, keys, started)
+        if controller is None:
+            return None
+        session = answer_of(controller.get_zmq_server_info.remote(), cfg).id
         hosts = []
         for _ in range(store.memory_hosts):
             name = f"rollout_reassembler.memory_host.{uuid4().hex[:8]}"
-            host = _host_class(name).remote(store.model_dump(), session=info.id, deadlines=cfg.deadlines.model_dump())
-            started.callback(_kill, host)
+            host = _host_class(name).remote(store.model_dump(), session=session, deadlines=cfg.deadlines.model_dump())
+            started.callback(kill_actor, host)
             hosts.append((name, host))
         for _, host in hosts:
-            _answer(host.mooncake_checkpoint.remote({"operation": "DESCRIBE", "session": info.id}), cfg)
-        running = {
-            "controller": {"polling_mode": True, "zmq_info": info},
-            "backend": {
-                "storage_backend": _BACKEND,
-                _BACKEND: {**{name: getattr(store, name) for name in _SHARED}, "hosts": [name for name, _ in hosts]},
-            },
-        }
-        _answer(controller.store_config.remote(OmegaConf.create(running, flags={"allow_objects": True})), cfg)
+            answer_of(host.mooncake_checkpoint.remote({"operation": "DESCRIBE", "session": session}), cfg)
+        settings = {**{name: getattr(store, name) for name in _SHARED}, "hosts": [name for name, _ in hosts]}
+        tell_controller(cfg, controller, keys, _BACKEND, settings)
         return started.pop_all()
 
 
@@ -110,12 +103,14 @@ def attach(cfg: DataPlaneConfig) -> Connection:
     check_backend(config, _BACKEND)
     shared = config.backend[_BACKEND]
     store = cfg.mooncake_cpu.model_copy(update={name: shared[name] for name in _SHARED})
-    connected = connect(cfg, on_this_node(store), config.controller.zmq_info)
+    connected = connect(cfg, on_this_node(store), config.controller.zmq_info, running_keys(config, cfg))
     hosts = tuple(ray.get_actor(name, namespace=NAMESPACE) for name in shared.hosts)
     return Connection(connected.rows, connected.store, hosts)
 
 
-def connect(cfg: DataPlaneConfig, store_config: MooncakeCpuBackendConfig, controller_info: Any) -> Connection:
+def connect(
+    cfg: DataPlaneConfig, store_config: MooncakeCpuBackendConfig, controller_info: Any, keys: Keys | None = None
+) -> Connection:
     """Connect to a controller and a master whose addresses are known. Needs no Ray."""
     prepare_environment(cfg.deadlines)
     session, size = controller_info.id, store_config.client_segment_size
@@ -124,24 +119,9 @@ def connect(cfg: DataPlaneConfig, store_config: MooncakeCpuBackendConfig, contro
         return MooncakeStore(store_config, session=session, segment_size=size)
 
     store = run_blocking(_ATTACH, connected, cfg.deadlines.connect)
-    return Connection(MooncakeRows(QueueSockets(), controller_peer(controller_info), MooncakeValues(store)), store)
+    return Connection(MooncakeRows(QueueSockets(keys), controller_peer(controller_info), MooncakeValues(store)), store)
 
 
 def _host_class(name: str) -> Any:
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
     return ray.remote(**options)(MemoryHost).options(name=name, namespace=NAMESPACE)
-
-
-def _answer(reference: Any, cfg: DataPlaneConfig) -> Any:
-    """An actor's answer. Raises `DataPlaneError`."""
-    try:
-        return ray.get(reference, timeout=cfg.deadlines.bootstrap)
-    except RayError as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, DataPlaneError):
-            raise cause from error
-        raise _START.unavailable(f"the plane did not start: {error}") from error
-
-
-def _kill(actor: Any) -> None:
-    ray.kill(actor)

@@ -8,6 +8,10 @@ wire.py        a checked column as the queue holds it, and back
 calls.py       what an error says about its call; the processes that a call depends on
 checkpoint.py  the queue's state on disk
 connection.py  starting the queue, attaching to it, ending it
+cluster.py     the Ray cluster that it runs in, on this machine alone or joined
+keys.py        what a plane's sockets prove to each other
+handshake.py   connecting with keys, and why a peer does not take them
+servers.py     the queue's own processes, with keys
 environment.py the version that this adapter was measured with, and what the queue reads from the environment
 """
 

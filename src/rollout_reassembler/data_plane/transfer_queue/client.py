@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,21 +76,19 @@ class TransferQueueDataPlane:
         # Only now: the queue reads its environment when it is imported.
         from rollout_reassembler.data_plane.transfer_queue import connection
 
-        self._end_queue: Callable[[float], None] | None = None
-        if bootstrap and connection.start_queue(cfg):
-            self._end_queue = connection.end_queue
+        self._started: ExitStack | None = connection.start_queue(cfg) if bootstrap else None
         try:
             self._use(connection.attach(cfg), cfg)
         except DataPlaneError:
-            if self._end_queue is not None:
-                self._end_queue(_CLOSE_SECONDS)
+            if self._started is not None:
+                self._started.close()
             raise
 
     @classmethod
     def over(cls, rows: QueueRows, cfg: DataPlaneConfig) -> TransferQueueDataPlane:
         """A client over sockets that are open already, of a queue that somebody else started."""
         plane = cls.__new__(cls)
-        plane._end_queue = None
+        plane._started = None
         plane._use(rows, cfg)
         return plane
 
@@ -100,7 +98,7 @@ class TransferQueueDataPlane:
         self._deadlines = cfg.deadlines
         self._gate = SharedGate(_GateRows(rows, cfg.deadlines.metadata))
         self._schemas: dict[str, dict[str, FieldSpec]] = {}
-        if self._end_queue is not None:
+        if self._started is not None:
             with rows.sockets.call(CallSite("bootstrap"), self._deadlines.bootstrap) as call:
                 rows.set_numbers_aside(call, NUMBERS_SET_ASIDE)
                 rows.begin_epoch(call)
@@ -272,9 +270,9 @@ class TransferQueueDataPlane:
         """Drop this process's sockets; the client that started the queue also ends it, with all rows."""
         self._gate.close()
         self._rows.close(_CLOSE_SECONDS)
-        if self._end_queue is not None:
-            self._end_queue(_CLOSE_SECONDS)
-            self._end_queue = None
+        if self._started is not None:
+            self._started.close()
+            self._started = None
 
     def _call(self, site: CallSite, seconds: float) -> AbstractContextManager[Call]:
         return self._rows.sockets.call(site, seconds)

@@ -9,8 +9,8 @@ requests. A call that ends with an answer outstanding closes that socket: no lat
 
 ZeroMQ never reports a lost peer, and by itself connects anew and delivers what came after a lost request.
 So a socket here lives as long as its connection: once that is lost the call ends, long before its deadline.
-And while requests wait, their peers are knocked at once a second: one that refuses connections is dead.
-All round trips of a call have one deadline.
+And while requests wait, their peers are knocked at once a second: one that refuses connections is dead, one that
+refuses this client's keys is not its plane. All round trips of a call have one deadline.
 """
 
 from __future__ import annotations
@@ -29,16 +29,12 @@ from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 import zmq
-from transfer_queue.utils.zmq_utils import (
-    STORAGE_MANAGER_IDENTITY_PREFIX,
-    ZMQMessage,
-    ZMQRequestType,
-    format_zmq_address,
-    is_ipv6_address,
-)
+from transfer_queue.utils.zmq_utils import STORAGE_MANAGER_IDENTITY_PREFIX, ZMQMessage, ZMQRequestType
 
-from rollout_reassembler.contract.errors import DataPlaneUnavailable
+from rollout_reassembler.contract.errors import DataPlaneUnauthenticated, DataPlaneUnavailable
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer
+from rollout_reassembler.data_plane.transfer_queue.handshake import connected_dealer, why_refused
+from rollout_reassembler.data_plane.transfer_queue.keys import Keys
 
 T = TypeVar("T")
 
@@ -46,6 +42,7 @@ _LOOK_EVERY = 0.25
 _KNOCK_EVERY = 1.0
 _KNOCK_TIMEOUT = 2.0
 _SECOND_LOOK = 0.25
+_HANDSHAKE_TIMEOUT = 0.5
 _IDLE_SOCKETS = 64
 """So many unused sockets are kept for each peer; a call that finds none opens one."""
 
@@ -79,12 +76,14 @@ class _Context(zmq.Context[Any]):
 class QueueSockets:
     """This process's connections to the processes of one queue. Thread-safe: each call runs in its caller's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Keys | None = None) -> None:
+        self.keys = keys
         # Storage units drop what comes from a socket of another name; a controller takes any.
         self.name = f"{STORAGE_MANAGER_IDENTITY_PREFIX}reassembler_{os.getpid()}_{uuid4().hex[:8]}"
         self.is_closed = False
         self._process = os.getpid()
         self._idle: dict[Peer, list[_Line]] = defaultdict(list)
+        self._known: set[Peer] = set()
         self._numbers = itertools.count()
         self._running = 0
         self._changed = threading.Condition()
@@ -93,8 +92,9 @@ class QueueSockets:
     def call(self, site: CallSite, seconds: float) -> Iterator[Call]:
         """A call under way, for at most `seconds` in all.
 
-        Raises `DataPlaneTimeout` when they are over, `DataPlaneUnavailable` as soon as a peer is lost, the client
-        closed, or in a forked child, and a `Refusal` that nobody took as a `DataPlaneError` with the peer's words.
+        Raises `DataPlaneTimeout` when they are over, `DataPlaneUnavailable` as soon as a peer is lost or does not take
+        this client's keys, the client closed, or in a forked child, and a `Refusal` that nobody took as a
+        `DataPlaneError` with the peer's words.
         """
         # Before the lock, which another thread may have held when it was copied.
         if os.getpid() != self._process:
@@ -124,13 +124,18 @@ class QueueSockets:
                     return line
                 line.dealer.close()
         dealer = _Context.instance().socket(zmq.DEALER)
-        dealer.linger = 0
-        dealer.reconnect_ivl = -1
-        dealer.sndhwm = dealer.rcvhwm = 0
-        dealer.ipv6 = is_ipv6_address(peer.host)
         dealer.identity = f"{self.name}_{next(self._numbers)}".encode()
-        dealer.connect(format_zmq_address(peer.host, peer.port))
-        return _Line(peer, dealer)
+        return _Line(peer, connected_dealer(dealer, peer, self.keys))
+
+    def has_answered(self, peer: Peer) -> None:
+        """It takes this client's keys."""
+        self._known.add(peer)
+
+    def why_refused(self, peer: Peer, seconds: float) -> str:
+        """What is wrong with this client's keys in the eyes of `peer`; `""` if nothing, or if it does not say."""
+        if peer in self._known:
+            return ""
+        return why_refused(_Context.instance().socket(zmq.DEALER), peer, self.keys, seconds)
 
     def close(self, seconds: float) -> None:
         """Refuse new calls and end those that are under way; returns once they have ended, or after `seconds`."""
@@ -239,6 +244,7 @@ class Call:
             self._look_at(line.peer)
             if not line.is_connected() and not line.dealer.poll(0):
                 raise self._lost(line.peer)
+        self._sockets.has_answered(line.peer)
         return line.dealer.recv_multipart(copy=False)
 
     def wait_for(self, work: Future[T], peer: Peer) -> T:
@@ -263,10 +269,20 @@ class Call:
             for waited_for in {peer, *(line.peer for line in self.lines.values() if line.outstanding)}:
                 if waited_for.is_refusing(min(_KNOCK_TIMEOUT, self._until - now)):
                     raise self._gone(waited_for, "it refuses connections")
+                if refusal := self._sockets.why_refused(waited_for, min(_HANDSHAKE_TIMEOUT, self._until - now)):
+                    raise self._unauthenticated(waited_for, refusal)
 
     def _lost(self, peer: Peer) -> DataPlaneUnavailable:
-        refuses = peer.is_refusing(_SECOND_LOOK)
-        return self._gone(peer, "it refuses connections" if refuses else "it listens, but the connection was lost")
+        if peer.is_refusing(_SECOND_LOOK):
+            return self._gone(peer, "it refuses connections")
+        if refusal := self._sockets.why_refused(peer, _HANDSHAKE_TIMEOUT):
+            return self._unauthenticated(peer, refusal)
+        return self._gone(peer, "it listens, but the connection was lost")
+
+    def _unauthenticated(self, peer: Peer, refusal: str) -> DataPlaneUnauthenticated:
+        site = self.site
+        what = f"{peer} does not let this client in: {refusal}"
+        return DataPlaneUnauthenticated(what, call=site.call, partition=site.partition, keys=site.keys)
 
     def _gone(self, peer: Peer, why: str) -> DataPlaneUnavailable:
         return self.site.unavailable(f"{peer} is gone: {why}", time.monotonic() - self._started)
