@@ -113,6 +113,7 @@ if TYPE_CHECKING:
         RolloutReassemblerActor,
         create_rollout_reassembler_actors,
     )
+    from rollout_reassembler.data_plane.transfer_queue.cluster import attach_ray
     from rollout_reassembler.trainer.batch import TrainBatch
     from rollout_reassembler.trainer.deferred_routes import RouteReport, execute_route_plans
     from rollout_reassembler.trainer.rows import Votes, iter_batches, read_votes
@@ -187,6 +188,7 @@ __all__ = [
     "Votes",
     "WriteFenced",
     "assert_metadata_only",
+    "attach_ray",
     "build_data_plane_client",
     "create_rollout_reassembler_actors",
     "decode_routed_experts",
@@ -210,6 +212,7 @@ _LAZY = {
     "RouteReport": ("trainer.deferred_routes", "trainer"),
     "TrainBatch": ("trainer.batch", "trainer"),
     "Votes": ("trainer.rows", "trainer"),
+    "attach_ray": ("data_plane.transfer_queue.cluster", "ray"),
     "create_rollout_reassembler_actors": ("actors.rollout_reassembler_actor", "ray"),
     "execute_route_plans": ("trainer.deferred_routes", "trainer"),
     "iter_batches": ("trainer.rows", "trainer"),
