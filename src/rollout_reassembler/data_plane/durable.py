@@ -125,10 +125,11 @@ def _exchange(fresh: Path, folder: Path) -> None:
 
 
 def new_directory(directory: Path) -> Path:
-    """An empty directory beside `directory`, to be filled and then put in its place."""
+    """An empty directory beside `directory`, to be filled and then put in its place; its owner alone may enter it."""
     partial = _beside(directory, ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.mkdir(mode=0o700)
     return partial
 
 

@@ -39,6 +39,7 @@ from rollout_reassembler.data_plane.mooncake.rows import MooncakeRows
 from rollout_reassembler.data_plane.mooncake.store import MooncakeStore, StoreFailure, as_data_plane_error
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
 from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_controller, save_controller
+from rollout_reassembler.data_plane.trusted_files import require_trusted
 
 T = TypeVar("T")
 
@@ -86,6 +87,8 @@ class CheckpointDriver:
         """Replace the plane's state by a checkpoint's; its metadata. Raises `DataPlaneError`."""
         site = CallSite("load_checkpoint", str(directory))
         mend(directory)
+        if directory.is_dir():
+            require_trusted(directory, site.call)
         manifest = read_manifest(directory)
         check_files(directory, manifest)
         segments = self._describe()

@@ -36,6 +36,7 @@ from rollout_reassembler.data_plane.transfer_queue.epoch import (
     write_mark,
 )
 from rollout_reassembler.data_plane.transfer_queue.sockets import Call, Refusal, all_bodies
+from rollout_reassembler.data_plane.trusted_files import require_trusted
 
 _FORMAT = "rollout-reassembler queue 1"
 _METADATA = "metadata.json"
@@ -89,6 +90,8 @@ def load_queue(
     says otherwise.
     """
     mend(directory)
+    if directory.is_dir():
+        require_trusted(directory, call.site.call)
     if not (directory / _METADATA).is_file() and not (directory / FILE_MANIFEST).is_file():
         raise call.site.failed(f"no checkpoint of a queue at {directory}")
     check_file_manifest(directory, _FORMAT)
