@@ -19,7 +19,7 @@ All public names import from here:
 - *capture*, around an engine and an agent: `CallRecorder`, `OpenCall`, `CaptureLedger`, `LedgerView`,
   `CaptureAdmission`, `CommitCoords`, `CaptureCounts`, `ModelShape`; and what it makes,
   `RolloutReceipt` of `CallRecord`s
-- *finalizing*: `RolloutReassembler`, `FinalizedGroup`, `FinalizedRollout`, `GroupRecords`; on a cluster
+- *finalizing*: `RolloutReassembler`, `FinalizedGroup`, `FailedGroup`, `FinalizedRollout`, `GroupRecords`; on a cluster
   `ReassemblerPool` over `create_rollout_reassembler_actors`, `ReassemblyRequest`
 - *training*: `iter_batches`, `TrainBatch`, `read_votes`, `Votes`, `execute_route_plans`, `RouteReport`
 - *the data plane*: `build_data_plane_client`, `DataPlaneConfig`, `DataPlaneClient`, `KVBatchMeta`,
@@ -83,6 +83,7 @@ from rollout_reassembler.contract.errors import (
 )
 from rollout_reassembler.contract.features import feature
 from rollout_reassembler.contract.messages import (
+    FailedGroup,
     FinalizedGroup,
     KVBatchMeta,
     ReassemblyRequest,
@@ -138,6 +139,7 @@ __all__ = [
     "DataPlaneTimeout",
     "DataPlaneUnauthenticated",
     "DataPlaneUnavailable",
+    "FailedGroup",
     "FieldSpec",
     "FinalizedGroup",
     "FinalizedRollout",

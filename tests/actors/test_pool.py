@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
+import torch
 
 import rollout_reassembler as rr
 from rollout_reassembler.actors.rollout_reassembler_actor import _ReassemblerProcess
@@ -84,18 +87,85 @@ def test_asyncio_callers_get_the_same_answers(site: Site, pool: rr.ReassemblerPo
 
 
 def test_one_groups_failure_is_its_own(site: Site, pool: rr.ReassemblerPool) -> None:
-    _stage(site, 220)
-    bad = pool.submit(dataclasses.replace(request_of(221), rewards=(1.0,)))
-    good = pool.submit(request_of(220))
-    with pytest.raises(rr.RequestError, match="1 rewards for 4 rollout_ids"):
+    _stage(site, 220, 221)
+    assert pool.submit(request_of(220)).result(60).valid_row_count == 4
+    bad = pool.submit(dataclasses.replace(request_of(220), prompt_idx=7))
+    good = pool.submit(request_of(221))
+    with pytest.raises(rr.GroupConflict, match="'g220' was finalized before, by a request that differs in prompt_idx"):
         bad.result(60)
     assert good.result(60).valid_row_count == 4
-    assert (pool.counters.failed, pool.counters.completed) == (1, 1)
+    assert (pool.counters.failed, pool.counters.completed) == (1, 2)
+
+
+def _failing_second(first: int) -> list[rr.ReassemblyRequest]:
+    """Three groups, of which the second has a slip of its caller's in it."""
+    slip = dataclasses.replace(request_of(first + 1), rewards=(1.0,))
+    return [request_of(first), slip, request_of(first + 2)]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_failed_group_is_an_entry_in_its_place_where_asked_for(
+    site: Site, pool: rr.ReassemblerPool, ordered: bool
+) -> None:
+    first = 270 if ordered else 273
+    _stage(site, first, first + 2)
+    answers = list(pool.finalize_all(_failing_second(first), ordered=ordered, on_error="yield"))
+    (failed,) = [answer for answer in answers if isinstance(answer, rr.FailedGroup)]
+    assert (failed.group_id, type(failed.error)) == (f"g{first + 1}", rr.RequestError)
+    assert sum(answer.valid_row_count for answer in answers if isinstance(answer, rr.FinalizedGroup)) == 8
+    if ordered:
+        assert answers[1] is failed
+
+
+def test_asyncio_callers_get_failed_groups_in_their_place(site: Site, pool: rr.ReassemblerPool) -> None:
+    _stage(site, 276, 278)
+
+    async def finalize() -> list[rr.FinalizedGroup | rr.FailedGroup]:
+        return [answer async for answer in pool.afinalize_all(_failing_second(276), on_error="yield")]
+
+    answers = asyncio.run(finalize())
+    assert [type(answer) for answer in answers] == [rr.FinalizedGroup, rr.FailedGroup, rr.FinalizedGroup]
+
+
+def test_a_failure_is_raised_when_its_turn_comes(site: Site, pool: rr.ReassemblerPool) -> None:
+    _stage(site, 280, 282)
+    answers = pool.finalize_all(_failing_second(280))
+    assert next(answers).valid_row_count == 4
+    with pytest.raises(rr.RequestError, match="'g281': 1 rewards for 4 rollout_ids"):
+        next(answers)
+
+
+def test_what_to_do_with_a_failure_is_one_of_two_words(pool: rr.ReassemblerPool) -> None:
+    with pytest.raises(ValueError, match="on_error must be 'raise' or 'yield', got 'ignore'"):
+        pool.finalize_all([], on_error="ignore")  # type: ignore[call-overload]
+
+
+def test_numpy_and_torch_values_are_made_plain_before_they_cross(site: Site, pool: rr.ReassemblerPool) -> None:
+    _stage(site, 284)
+    rewards: Any = torch.tensor([True, False, True, False])
+    mask_sample: Any = np.array([0, 1, 0, 0])
+    answer = pool.submit(dataclasses.replace(request_of(284), rewards=rewards, mask_sample=mask_sample)).result(60)
+    rows = site.plane.get_data(answer.meta, ["total_reward", "mask_sample"])
+    assert rows["total_reward"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert rows["mask_sample"].tolist() == [False, True, False, False]
+
+
+def test_a_group_over_the_budget_is_told_its_size_and_the_setting(site: Site, actors: list[Any]) -> None:
+    bounds = rr.ReceiptBounds(max_rpc_bytes=4096)
+    with rr.ReassemblerPool(actors, owns_actors=False, bounds=bounds) as pool:
+        with pytest.raises(rr.RpcPayloadError) as caught:
+            pool.submit(request_of(285))
+        assert pool.counters.submitted == 0
+    assert re.search(
+        r"group 'g285' has \d+ bytes of metadata \(4 rollouts, 12 calls\), more than max_rpc_bytes=4096; raise "
+        r"ReceiptBounds.max_rpc_bytes in RolloutReassemblerActorConfig.bounds and in that of ReassemblerPool",
+        str(caught.value),
+    )
 
 
 def test_a_payload_is_refused_before_it_is_sent(pool: rr.ReassemblerPool) -> None:
-    with pytest.raises(rr.RpcPayloadError):
-        pool.submit(dataclasses.replace(request_of(0), rewards=(b"1",)))
+    with pytest.raises(rr.RequestError, match=r"rewards\[0\] must be a number or None, got bytes of 1 items"):
+        pool.submit(dataclasses.replace(request_of(0), rewards=(b"1", 1.0, 1.0, 1.0)))
     assert pool.counters.submitted == 0
 
 

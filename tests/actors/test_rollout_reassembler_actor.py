@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pickle
+import re
 import time
 from typing import Any
 
@@ -126,20 +127,27 @@ def test_finalizing_twice_in_two_actors_gives_one_answer(site: Site, actors: lis
     assert_rows_proven(site.plane, site.config.partition_id, [2])
 
 
-@pytest.mark.parametrize(
-    "smuggled",
-    [torch.zeros(2), np.zeros(2), b"raw", {"input_ids": [1, 2]}, {1, 2}, np.float32(1)],
-    ids=["tensor", "array", "bytes", "input_ids", "set", "numpy scalar"],
-)
-@pytest.mark.parametrize("place", ["receipts", "rewards", "rollout_ids", "mask_sample"])
-def test_rows_in_a_request_are_refused_with_their_path(site: Site, smuggled: Any, place: str) -> None:
+@pytest.mark.parametrize("smuggled", [torch.zeros(2), np.zeros(2), b"raw", {"input_ids": [1, 2]}, {1, 2}], ids=type)
+@pytest.mark.parametrize("place", ["rewards", "rollout_ids", "mask_sample"])
+def test_rows_in_a_request_are_refused_with_their_place(site: Site, smuggled: Any, place: str) -> None:
     request = request_of(3)
     parts = getattr(request, place) or (False,) * 4
-    value = {**parts[1], "reward": smuggled} if place == "receipts" else smuggled
-    broken = dataclasses.replace(request, **{place: (parts[0], value, *parts[2:])})
     actor = rr.RolloutReassemblerActor(site.dp_config, site.config)
-    with pytest.raises(rr.RpcPayloadError, match=rf"^rpc\.{place}\[1\]"):
-        actor.finalize(broken)
+    with pytest.raises(rr.RequestError, match=rf"^group 'g3': {place}.*\[?1?\]? must be .*, got") as caught:
+        actor.finalize(dataclasses.replace(request, **{place: (parts[0], smuggled, *parts[2:])}))
+    assert "[1]" in str(caught.value)
+
+
+@pytest.mark.parametrize("smuggled", [torch.zeros(2), np.zeros(2), b"raw", [1, 2]], ids=type)
+def test_rows_in_a_receipt_cost_its_rollout(site: Site, smuggled: Any) -> None:
+    group_id = f"smuggled-{type(smuggled).__name__}"
+    made = [chain(f"{group_id}/r{index}") for index in range(2)]
+    request = request_of(3, made, group_id=group_id)
+    stage_group(site.plane, site.config.staging_partition, 3, made)
+    receipts = (request.receipts[0], {**made[1].receipt(), "input_ids": smuggled})
+    actor = rr.RolloutReassemblerActor(site.dp_config, site.config)
+    answer = actor.finalize(dataclasses.replace(request, receipts=receipts))
+    assert answer.rejections == {made[1].rollout_id: "invalid_receipt"}
 
 
 def test_rows_in_an_answer_are_refused(monkeypatch: pytest.MonkeyPatch, site: Site) -> None:
@@ -157,7 +165,7 @@ def test_rows_in_an_answer_are_refused(monkeypatch: pytest.MonkeyPatch, site: Si
 
 def test_a_refused_request_reaches_the_caller_with_its_type(site: Site, actors: list[Any]) -> None:
     actor = actors[0]
-    with pytest.raises(rr.RpcPayloadError, match="bytes"):
+    with pytest.raises(rr.RequestError, match="group_id must be a non-empty str, got bytes of 3 items"):
         ray.get(actor.finalize.remote(dataclasses.replace(request_of(5), group_id=b"raw")))
 
 
@@ -210,9 +218,13 @@ def test_a_memory_plane_cannot_be_shared_with_an_actor(site: Site) -> None:
         rr.create_rollout_reassembler_actors(rr.DataPlaneConfig(impl="memory"), site.config, num_workers=1)
 
 
-def test_busy_cpus_are_named_when_the_deadline_passes(site: Site) -> None:
-    with pytest.raises(TimeoutError, match="free now"):
-        rr.create_rollout_reassembler_actors(site.dp_config, site.config, num_workers=8, deadline_s=1)
+def test_too_few_free_cpus_are_told_at_once_with_who_holds_them(site: Site, actors: list[Any]) -> None:
+    with pytest.raises(rr.RequestError) as caught:
+        rr.create_rollout_reassembler_actors(site.dp_config, site.config, num_workers=10)
+    print(caught.value)
+    assert "10 actors need a CPU each, and" in str(caught.value)
+    assert "of 10 are free now; node " in str(caught.value)
+    assert re.search(r"alive there: .*\d x _ReassemblerProcess", str(caught.value))
 
 
 def test_a_checkpoint_command_where_nothing_is_owned_is_a_clear_error(site: Site) -> None:

@@ -13,7 +13,7 @@ import pytest
 from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds, parse_receipt
 from rollout_reassembler.contract.errors import BoundExceeded, InvalidReceipt
 from rollout_reassembler.contract.records import RolloutReceipt
-from tests.captures import chain
+from tests.captures import MadeRollout, chain
 
 
 def receipt(**changes: Any) -> dict[str, Any]:
@@ -74,11 +74,12 @@ BEYOND = {
 BOUNDS = {"max_calls": 2, "max_fields": 10, "max_id_chars": 1, "max_reason_chars": 6}
 
 
-@pytest.mark.parametrize("bound", [field.name for field in fields(ReceiptBounds)])
+@pytest.mark.parametrize("bound", [field.name for field in fields(ReceiptBounds) if field.name in BOUNDS])
 def test_each_bound_names_itself(bound):
     tight = ReceiptBounds(**{bound: BOUNDS[bound]})
     assert parse_receipt(BEYOND[bound])
-    with pytest.raises(BoundExceeded, match=f"more than {bound}={BOUNDS[bound]}") as caught:
+    where = f"raise ReceiptBounds.{bound} in RolloutReassemblerActorConfig.bounds"
+    with pytest.raises(BoundExceeded, match=f"more than {bound}={BOUNDS[bound]}; {where}") as caught:
         parse_receipt(BEYOND[bound], tight)
     assert caught.value.code == "invalid_receipt"
 
@@ -91,11 +92,32 @@ def test_the_fields_of_a_receipt_and_of_a_row_are_bounded_apart():
         parse_receipt(with_row(**unknown))
 
 
-@pytest.mark.parametrize("name", ["model_call_id", "parent_call_id", "staging_key", "response_id"])
+@pytest.mark.parametrize("name", ["model_call_id", "parent_call_id", "response_id"])
 def test_every_id_of_a_row_is_bounded(name):
     long = "x" * (DEFAULT_BOUNDS.max_id_chars + 1)
     with pytest.raises(BoundExceeded, match=f"{len(long)} characters in {name}, more than max_id_chars"):
         parse_receipt(with_row(**{name: long}))
+
+
+def test_a_call_that_may_be_staged_may_be_named():
+    """The longest ids that a receipt may hold make a staging key that it may hold."""
+    longest = DEFAULT_BOUNDS.max_id_chars
+    made = MadeRollout("r" * longest)
+    made.call([1], [2], call_id="c" * longest)
+    receipt = made.receipt()
+    receipt["manifest"][0]["response_id"] = "resp"
+    assert len(receipt["manifest"][0]["staging_key"]) == 2 * longest + 1
+    assert parse_receipt(receipt).rollout_id == made.rollout_id
+    too_long = {**receipt["manifest"][0], "staging_key": "x" * (2 * longest + 2)}
+    with pytest.raises(BoundExceeded, match="2050 characters in staging_key, more than two ids of max_id_chars=1024"):
+        parse_receipt({**receipt, "manifest": [too_long]})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "4096", None, True], ids=repr)
+@pytest.mark.parametrize("bound", [field.name for field in fields(ReceiptBounds)])
+def test_a_bound_is_a_positive_int(bound, value):
+    with pytest.raises(ValueError, match=f"{bound} must be a positive int, got {value!r}"):
+        ReceiptBounds(**{bound: value})
 
 
 @pytest.mark.parametrize("name", ["rollout_id", "terminal_model_call_id"])

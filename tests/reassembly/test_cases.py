@@ -275,14 +275,9 @@ BAD_REWARDS = {
     "infinity": float("inf"),
     "minus infinity": float("-inf"),
     "missing": None,
-    "text": "1.0",
-    "true": True,
-    "a list": [1.0],
     "too large for binary32": 3.5e38,
     "an integer too large for a float": 10**400,
     "an integer too large to print": 10**5000,
-    "complex": 1 + 0j,
-    "an object": object(),
 }
 
 

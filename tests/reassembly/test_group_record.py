@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+import pytest
+
 from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta
 from rollout_reassembler.reassembly.group_record import GroupRecord, GroupRecords
 from tests.captures import CANONICAL, chain, finalize, memory_plane, stage
@@ -67,6 +69,33 @@ def test_records_are_forgotten_when_the_trainer_says_so():
     records.forget(["group-a", "unknown"])
     assert records.group_ids() == ["group-b"]
     assert records.lookup("group-a") is None
+
+
+def consumed_and_not(plane):
+    """Four groups on record, in versions 1 to 4; the trainer has cleared the rows of the first three."""
+    for version in (1, 2, 3, 4):
+        made = chain(f"r{version}", weight_version=version)
+        stage(plane, made)
+        answer = finalize(plane, [made], group_id=f"g{version}")
+        if version < 4:
+            plane.clear_samples(answer.meta.sample_ids, CANONICAL)
+    return GroupRecords(plane, partition_id=CANONICAL)
+
+
+def test_records_expire_oldest_first_and_never_before_their_group_is_consumed():
+    records = consumed_and_not(memory_plane())
+    assert records.expire(keep=2) == ["g1", "g2"]
+    assert records.group_ids() == ["g3", "g4"]
+    assert records.expire(keep=0) == ["g3"]
+    assert records.group_ids() == ["g4"]
+    assert records.expire(keep=0) == []
+
+
+def test_records_expire_by_the_trainers_own_count():
+    records = consumed_and_not(memory_plane())
+    assert records.expire(keep=0, before_weight_version=3) == ["g1", "g2"]
+    with pytest.raises(ValueError, match="keep must be a number of records, 0 or more, got -1"):
+        records.expire(keep=-1)
 
 
 def test_records_of_two_canonical_partitions_are_apart():

@@ -258,9 +258,9 @@ def test_rule_4_another_request_under_the_same_id_is_a_conflict(other):
 
 
 def test_rule_4_rewards_that_publish_the_same_are_the_same_request():
-    """Whatever is not a number is one thing: a NaN, and an object that prints its address."""
+    """Whatever is no finite number is one thing: a NaN, an infinity, and none at all."""
     plane, rollouts = staged_group(2)
-    first = finalize(plane, rollouts, rewards=[object(), 1])
+    first = finalize(plane, rollouts, rewards=[None, 1])
     assert finalize(plane, rollouts, rewards=[float("nan"), np.float64(1.0)]) == first
 
 

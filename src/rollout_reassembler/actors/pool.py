@@ -5,6 +5,7 @@
         for group in pool.finalize_all(requests): ...      # in the order of the requests
         for group in pool.finalize_all(requests, ordered=False): ...   # as they complete
         async for group in pool.afinalize_all(requests): ...
+        for group in pool.finalize_all(requests, on_error="yield"): ...   # a FailedGroup for a group that failed
 
 A request goes to the actor with the fewest calls in hand, counted by manifest size. An actor has
 `in_flight_per_actor` requests at a time (one by default: the death of an actor then concerns the
@@ -16,6 +17,7 @@ Restarts and retries are Ray's. A request whose actor died each time it was trie
 out of restarts) gets no further request. After `deadline_s` seconds with an actor a request fails
 with `RequestDeadlineExceeded`; its slot is free again when the actor has answered, which the data
 plane's own deadlines bound. Where no actor answers anything for that long, those that wait fail too.
+What is in hand when Ray is shut down fails with `PoolClosed`, and so does what comes after.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, overload
 
 import ray
 from ray.exceptions import (
@@ -39,9 +41,21 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from rollout_reassembler.contract.errors import PoolClosed, RequestCrashedActor, RequestDeadlineExceeded
-from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest
-from rollout_reassembler.contract.rpc_guard import assert_metadata_only
+from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
+from rollout_reassembler.contract.errors import (
+    PoolClosed,
+    ReassemblerError,
+    RequestCrashedActor,
+    RequestDeadlineExceeded,
+)
+from rollout_reassembler.contract.messages import FailedGroup, FinalizedGroup, ReassemblyRequest
+from rollout_reassembler.contract.requests import plain_request
+from rollout_reassembler.contract.rpc_guard import assert_metadata_only, guarded_request
+
+OnError = Literal["raise", "yield"]
+
+_RAY_LOOK_S = 1.0
+"""How often a request in flight looks whether there is still a Ray to answer it."""
 
 
 @dataclass
@@ -77,6 +91,7 @@ class ReassemblerPool:
         max_pending: int = 256,
         deadline_s: float = 600.0,
         owns_actors: bool = True,
+        bounds: ReceiptBounds = DEFAULT_BOUNDS,
     ) -> None:
         if not actors or in_flight_per_actor < 1 or max_pending < 1:
             raise ValueError("a pool needs at least one actor, one request in flight and one pending")
@@ -84,6 +99,8 @@ class ReassemblerPool:
         self._in_flight_per_actor = in_flight_per_actor
         self._deadline_s = deadline_s
         self._owns_actors = owns_actors
+        self._bounds = bounds
+        self._ray = _ray_session()
         self._capacity = threading.BoundedSemaphore(max_pending)
         self._counters = PoolCounters()
         self._open: set[Future[FinalizedGroup]] = set()
@@ -103,9 +120,11 @@ class ReassemblerPool:
     def submit(self, request: ReassemblyRequest) -> Future[FinalizedGroup]:
         """Hand in one request. Blocks while `max_pending` are waiting or in flight.
 
-        Raises `RpcPayloadError` at once for a request that is more than metadata.
+        Raises at once, and sends nothing: `RequestError` for a part of another type, `RpcPayloadError` for a group
+        that is larger than `bounds.max_rpc_bytes`, `PoolClosed`. A receipt that may not cross costs its rollout.
         """
-        assert_metadata_only(request)
+        request = guarded_request(plain_request(request), max_bytes=self._bounds.max_rpc_bytes)
+        self._refuse_without_ray(request.group_id)
         self._capacity.acquire()
         with self._entry:
             if self._closing:
@@ -120,47 +139,81 @@ class ReassemblerPool:
         self._open.discard(future)
         self._capacity.release()
 
-    def finalize_all(self, requests: Iterable[ReassemblyRequest], *, ordered: bool = True) -> Iterator[FinalizedGroup]:
+    @overload
+    def finalize_all(
+        self, requests: Iterable[ReassemblyRequest], *, ordered: bool = ..., on_error: Literal["raise"] = ...
+    ) -> Iterator[FinalizedGroup]: ...
+    @overload
+    def finalize_all(
+        self, requests: Iterable[ReassemblyRequest], *, ordered: bool = ..., on_error: OnError
+    ) -> Iterator[FinalizedGroup | FailedGroup]: ...
+    def finalize_all(
+        self, requests: Iterable[ReassemblyRequest], *, ordered: bool = True, on_error: OnError = "raise"
+    ) -> Iterator[FinalizedGroup | FailedGroup]:
         """Finalize all requests; yields answers in their order, or as they complete.
 
-        Takes requests only as fast as they are dispatched. The first failure is raised when its turn
-        comes; requests already submitted are finalized all the same.
+        Takes requests only as fast as they are dispatched. A group's failure is raised when its turn comes, and
+        ends the iteration; requests already submitted are finalized all the same. With `on_error="yield"` a
+        `FailedGroup` stands in its place and the others follow. Raises `ValueError` for another `on_error`.
         """
-        return self._in_order(requests) if ordered else self._as_completed(requests)
+        outcome = _outcome_of(on_error)
+        return map(outcome, self._in_order(requests) if ordered else self._as_completed(requests))
 
-    def _in_order(self, requests: Iterable[ReassemblyRequest]) -> Iterator[FinalizedGroup]:
-        futures: deque[Future[FinalizedGroup]] = deque()
+    def _in_order(self, requests: Iterable[ReassemblyRequest]) -> Iterator[_Submitted]:
+        waiting: deque[_Submitted] = deque()
         for request in requests:
-            futures.append(self.submit(request))
-            while futures and futures[0].done():
-                yield futures.popleft().result()
-        while futures:
-            yield futures.popleft().result()
+            waiting.append(self._submitted(request))
+            while waiting and waiting[0].future.done():
+                yield waiting.popleft()
+        yield from waiting
 
-    def _as_completed(self, requests: Iterable[ReassemblyRequest]) -> Iterator[FinalizedGroup]:
-        pending: set[Future[FinalizedGroup]] = set()
+    def _as_completed(self, requests: Iterable[ReassemblyRequest]) -> Iterator[_Submitted]:
+        pending: dict[Future[FinalizedGroup], _Submitted] = {}
         for request in requests:
-            pending.add(self.submit(request))
-            done, pending = wait(pending, timeout=0)
-            for future in done:
-                yield future.result()
+            submitted = self._submitted(request)
+            pending[submitted.future] = submitted
+            for future in wait(pending, timeout=0).done:
+                yield pending.pop(future)
         while pending:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
+            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                yield pending.pop(future)
+
+    def _submitted(self, request: ReassemblyRequest) -> _Submitted:
+        """The request handed in; one that is refused has failed, and its turn to say so comes."""
+        try:
+            future = self.submit(request)
+        except ReassemblerError as error:
+            future = Future()
+            future.set_exception(error)
+        return _Submitted(request, future)
 
     async def afinalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         """`submit` for asyncio: waits for room and for the answer without blocking the loop."""
         future = await asyncio.to_thread(self.submit, request)
         return await asyncio.wrap_future(future)
 
+    @overload
+    def afinalize_all(
+        self, requests: Iterable[ReassemblyRequest], *, ordered: bool = ..., on_error: Literal["raise"] = ...
+    ) -> AsyncIterator[FinalizedGroup]: ...
+    @overload
+    def afinalize_all(
+        self, requests: Iterable[ReassemblyRequest], *, ordered: bool = ..., on_error: OnError
+    ) -> AsyncIterator[FinalizedGroup | FailedGroup]: ...
     async def afinalize_all(
-        self, requests: Iterable[ReassemblyRequest], *, ordered: bool = True
-    ) -> AsyncIterator[FinalizedGroup]:
+        self, requests: Iterable[ReassemblyRequest], *, ordered: bool = True, on_error: OnError = "raise"
+    ) -> AsyncIterator[FinalizedGroup | FailedGroup]:
         """`finalize_all` for asyncio."""
-        tasks = [asyncio.create_task(self.afinalize(request)) for request in requests]
+        outcome = _outcome_of(on_error)
+
+        async def finalized(request: ReassemblyRequest) -> _Submitted:
+            submitted = await asyncio.to_thread(self._submitted, request)
+            await asyncio.wait([asyncio.wrap_future(submitted.future)])
+            return submitted
+
+        tasks = [asyncio.create_task(finalized(request)) for request in requests]
         for next_answer in tasks if ordered else asyncio.as_completed(tasks):
-            yield await next_answer
+            yield outcome(await next_answer)
 
     def close(self) -> None:
         """Wait for what is in flight, refuse the rest, then end the actors that the pool owns. Safe to call twice."""
@@ -173,7 +226,7 @@ class ReassemblerPool:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        if self._owns_actors:
+        if self._owns_actors and self._has_ray():
             for seat in self._seats:
                 ray.kill(seat.actor)
 
@@ -200,16 +253,29 @@ class ReassemblerPool:
     async def _dispatch(self, request: ReassemblyRequest) -> FinalizedGroup:
         calls = _manifest_size(request)
         seat = await self._take_seat(calls, request.group_id)
-        answer = asyncio.ensure_future(_answer(seat.actor, request))
+        answer = asyncio.ensure_future(_answer(seat.actor, request, self._bounds.max_rpc_bytes))
         answer.add_done_callback(lambda done: asyncio.ensure_future(self._leave_seat(seat, calls, done)))
-        try:
-            return await asyncio.wait_for(asyncio.shield(answer), self._deadline_s)
-        except TimeoutError as error:
-            if answer.done():
-                raise
-            raise RequestDeadlineExceeded(
-                f"group {request.group_id!r} was not finalized within {self._deadline_s:g} s of reaching an actor"
-            ) from error
+        deadline = self._loop.time() + self._deadline_s
+        while (left := deadline - self._loop.time()) > 0:
+            done, _ = await asyncio.wait([answer], timeout=min(left, _RAY_LOOK_S))
+            if done:
+                return answer.result()
+            # Ray does not end what was asked of it before it was shut down.
+            self._refuse_without_ray(request.group_id)
+        raise RequestDeadlineExceeded(
+            f"group {request.group_id!r} was not finalized within {self._deadline_s:g} s of reaching an actor"
+        )
+
+    def _has_ray(self) -> bool:
+        return self._ray is not None and _ray_session() == self._ray
+
+    def _refuse_without_ray(self, group_id: str) -> None:
+        """Ray would start another cluster for a call that comes after its shutdown, and not find the actor there."""
+        if not self._has_ray():
+            raise PoolClosed(
+                f"group {group_id!r}: Ray was shut down since this pool was made, and its actors with it; "
+                "connect again, make actors and a pool, and send the request again"
+            )
 
     async def _take_seat(self, calls: int, group_id: str) -> _Seat:
         async with self._seat_free:
@@ -254,7 +320,36 @@ class ReassemblerPool:
             self._seat_free.notify_all()
 
 
-async def _answer(actor: ray.actor.ActorHandle[Any], request: ReassemblyRequest) -> FinalizedGroup:
+@dataclass(frozen=True)
+class _Submitted:
+    """A request and what becomes of it."""
+
+    request: ReassemblyRequest
+    future: Future[FinalizedGroup]
+
+
+def _outcome_of(on_error: OnError) -> Callable[[_Submitted], FinalizedGroup | FailedGroup]:
+    """How an iterator gives what became of a request."""
+    if on_error not in get_args(OnError):
+        raise ValueError(f"on_error must be 'raise' or 'yield', got {on_error!r:.80}")
+
+    def outcome(submitted: _Submitted) -> FinalizedGroup | FailedGroup:
+        try:
+            return submitted.future.result()
+        except Exception as error:
+            if on_error == "raise":
+                raise
+            return FailedGroup(str(getattr(submitted.request, "group_id", submitted.request)), error)
+
+    return outcome
+
+
+def _ray_session() -> str | None:
+    """Which connection to Ray this process has; another one after each `ray.init()`."""
+    return ray.get_runtime_context().get_worker_id() if ray.is_initialized() else None
+
+
+async def _answer(actor: ray.actor.ActorHandle[Any], request: ReassemblyRequest, max_bytes: int) -> FinalizedGroup:
     """The actor's answer, or its error with the type that it was raised with."""
     try:
         group: FinalizedGroup = await actor.finalize.remote(request)
@@ -262,11 +357,11 @@ async def _answer(actor: ray.actor.ActorHandle[Any], request: ReassemblyRequest)
         raise error.cause from error
     except (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError) as error:
         raise RequestCrashedActor(f"group {request.group_id!r}: its actor died on every try: {error}") from error
-    assert_metadata_only(group)
+    assert_metadata_only(group, max_bytes=max_bytes)
     return group
 
 
 def _manifest_size(request: ReassemblyRequest) -> int:
     """How many calls a request is about; the measure of its work."""
-    manifests = (receipt.get("manifest") for receipt in request.receipts if receipt is not None)
+    manifests = (receipt.get("manifest") for receipt in request.receipts if isinstance(receipt, Mapping))
     return sum(len(manifest) for manifest in manifests if isinstance(manifest, list | tuple))

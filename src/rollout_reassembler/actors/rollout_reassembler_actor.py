@@ -6,7 +6,7 @@
 The actor owns one data-plane connection and one reassembler, in its own process. It bootstraps
 nothing: whoever drives the run starts the data plane and registers the partitions. Rows never pass
 through it to its caller; the answer names them. Request and answer are both held to
-`assert_metadata_only`.
+`assert_metadata_only`, a receipt at a time: one that may not cross costs its own rollout.
 
 Ray restarts an actor that dies and runs its request again (`max_restarts`, `max_task_retries`);
 that is safe because finalizing twice equals finalizing once. What the actor raises arrives typed:
@@ -25,6 +25,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rollout_reassembler.actors.cluster import cpus_told, require_cpus
 from rollout_reassembler.actors.metrics import GroupMetrics
 from rollout_reassembler.contract.errors import (
     DataPlaneError,
@@ -34,7 +35,8 @@ from rollout_reassembler.contract.errors import (
     RequestError,
 )
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
-from rollout_reassembler.contract.rpc_guard import _FORBIDDEN_RPC_KEYS, assert_metadata_only
+from rollout_reassembler.contract.requests import plain_request
+from rollout_reassembler.contract.rpc_guard import _FORBIDDEN_RPC_KEYS, assert_metadata_only, guarded_request
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
@@ -72,7 +74,8 @@ class _ReassemblerProcess:
 
         A connection from before may be one to a plane that is gone; then it is tried once more with a new one.
         """
-        assert_metadata_only(request)
+        budget = self._config.bounds.max_rpc_bytes
+        request = guarded_request(plain_request(request), max_bytes=budget)
         was_connected = "_client" in vars(self)
         try:
             group = self._finalize(request)
@@ -80,7 +83,7 @@ class _ReassemblerProcess:
             if not was_connected:
                 raise
             group = self._finalize(request)
-        assert_metadata_only(group)
+        assert_metadata_only(group, max_bytes=budget)
         self._metrics.observe(group)
         return group
 
@@ -158,6 +161,7 @@ class _ReassemblerProcess:
             router_replay_enabled=config.router_replay_enabled,
             defer_routed_experts_to_policy=config.defer_routed_experts_to_policy,
             model_shape=config.model_shape,
+            bounds=config.bounds,
         )
 
     @cached_property
@@ -195,14 +199,12 @@ def create_rollout_reassembler_actors(
 
     They spread over the cluster's nodes, or go round `node_ids` where given (softly: a node that is
     gone is replaced by another). Either all actors are usable or none is left: on failure all are
-    killed and the first cause is raised. Raises `RequestError` for a count or resources that can't
-    be had, `DataPlaneUnavailable`, `PartitionNotRegistered`, or `TimeoutError`.
+    killed and the first cause is raised. Raises `RequestError` for a count or CPUs that can't be had
+    (at once, saying who holds them), `DataPlaneUnavailable`, `PartitionNotRegistered`, or `TimeoutError`.
     """
     if num_workers <= 0:
         raise RequestError(f"num_workers must be at least 1, got {num_workers}")
-    cpus = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
-    if cpus < num_workers:
-        raise RequestError(f"{num_workers} actors need a CPU each; the cluster has {cpus:g} in all")
+    require_cpus(num_workers)
     with _AllOrNone() as actors:
         for index in range(num_workers):
             strategy = (
@@ -214,10 +216,9 @@ def create_rollout_reassembler_actors(
         except RayTaskError as error:
             raise error.cause from error
         except GetTimeoutError as error:
-            free = ray.available_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
             raise TimeoutError(
-                f"{num_workers} reassembler actors were not ready after {deadline_s:g} s; they need a CPU each and "
-                f"{free:g} of {cpus:g} are free now"
+                f"{num_workers} reassembler actors were not ready after {deadline_s:g} s; they need a CPU each, and "
+                f"{cpus_told()}"
             ) from error
     return actors
 

@@ -10,7 +10,6 @@ the latter with a Mooncake master and a memory host, and finalize in that many r
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ def _register(client: DataPlaneClient, config: RolloutReassemblerActorConfig) ->
 def _finalize_here(
     client: DataPlaneClient, config: RolloutReassemblerActorConfig, requests: Iterable[ReassemblyRequest]
 ) -> Iterator[FinalizedGroup]:
-    reassembler = RolloutReassembler(client, **dataclasses.asdict(config))
+    reassembler = RolloutReassembler(client, **vars(config))
     for request in requests:
         yield reassembler.finalize(request)
 

@@ -7,7 +7,7 @@ size is held against `ReceiptBounds`, so that an absurd one costs its reader not
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,12 +20,30 @@ _ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class ReceiptBounds:
-    """How large a receipt may be. Lengths of ids are in characters; `max_fields` is of one record, known or not."""
+    """How large receipts may be: each of them, and all that cross an RPC together.
+
+    `max_calls` a receipt; `max_fields` a record, known or not; `max_id_chars` an id, in characters (a staging key,
+    which is two ids and a slash, may have twice that and one); `max_reason_chars` a reason; `max_rpc_bytes` a whole
+    request or answer. Set them once, in `RolloutReassemblerActorConfig.bounds`, and give the pool the same;
+    `RolloutReassembler` takes them too. Raises `ValueError` for one that is no positive int.
+    """
 
     max_calls: int = 4096
     max_fields: int = 32
     max_id_chars: int = 1024
     max_reason_chars: int = 65_536
+    max_rpc_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{field.name} must be a positive int, got {value!r:.80}")
+
+    @property
+    def max_key_chars(self) -> int:
+        """An id that may be staged may be named: a staging key is `"{rollout_id}/{model_call_id}"`."""
+        return 2 * self.max_id_chars + 1
 
 
 DEFAULT_BOUNDS = ReceiptBounds()
@@ -63,13 +81,26 @@ def parse_receipt(value: Any, bounds: ReceiptBounds = DEFAULT_BOUNDS) -> Rollout
 
 def _hold_text(record: Mapping[str, Any], name: str, bounds: ReceiptBounds) -> None:
     text = record.get(name)
-    if isinstance(text, str):
-        _hold(len(text), bounds.max_id_chars, "max_id_chars", f"characters in {name}")
+    if not isinstance(text, str):
+        return
+    what = f"characters in {name}"
+    if name != "staging_key":
+        _hold(len(text), bounds.max_id_chars, "max_id_chars", what)
+    elif len(text) > bounds.max_key_chars:
+        raise BoundExceeded(
+            f"{len(text)} {what}, more than two ids of max_id_chars={bounds.max_id_chars} and a slash; "
+            f"{how_to_raise('max_id_chars')}"
+        )
 
 
 def _hold(found: int, bound: int, bound_name: str, what: str) -> None:
     if found > bound:
-        raise BoundExceeded(f"{found} {what}, more than {bound_name}={bound}")
+        raise BoundExceeded(f"{found} {what}, more than {bound_name}={bound}; {how_to_raise(bound_name)}")
+
+
+def how_to_raise(bound_name: str) -> str:
+    """Where a bound is set, for the errors that name it."""
+    return f"raise ReceiptBounds.{bound_name} in RolloutReassemblerActorConfig.bounds"
 
 
 def _summary(error: ValidationError) -> str:

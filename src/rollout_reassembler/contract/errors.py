@@ -87,7 +87,7 @@ class InvalidLedger(ContractError):
 
 
 class RequestError(ReassemblerError, ValueError):
-    """A request whose own shape is wrong (tuples that do not align, an empty group)."""
+    """A request whose own shape is wrong: a part missing, of another length or type. Nothing was read or changed."""
 
 
 class RpcPayloadError(ReassemblerError, TypeError):
@@ -106,7 +106,7 @@ class RpcPayloadError(ReassemblerError, TypeError):
 
 
 class GroupConflict(ReassemblerError):
-    """Another request was already finalized under this group id."""
+    """Another request was finalized under this group id, or another group's row lies under a sample id of it."""
 
 
 class RequestCrashedActor(ReassemblerError, RuntimeError):
@@ -118,7 +118,7 @@ class RequestDeadlineExceeded(ReassemblerError, TimeoutError):
 
 
 class PoolClosed(ReassemblerError, RuntimeError):
-    """The pool was closed before this request was dispatched."""
+    """The pool was closed, or its Ray was shut down, before this request was answered. Asking again is safe."""
 
 
 class CallClosed(ReassemblerError, RuntimeError):

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
+from rollout_reassembler.contract.settings import checked_settings
+
 
 @dataclass(frozen=True)
 class KVBatchMeta:
@@ -51,6 +54,13 @@ class ReassemblyRequest:
 
 
 @dataclass(frozen=True)
+class RefusedReceipt:
+    """What crosses in place of a receipt that may not: why, for people. Its rollout is rejected (`invalid_receipt`)."""
+
+    detail: str
+
+
+@dataclass(frozen=True)
 class FinalizedGroup:
     """The answer to a request: which rows were published and what became of each rollout.
 
@@ -64,9 +74,9 @@ class FinalizedGroup:
     meta: KVBatchMeta
     group_min_wv: int
     group_max_wv: int
-    staging_keys: tuple[str, ...]
-    canonical_output_tokens: int
-    metrics: dict[str, float]
+    staging_keys: tuple[str, ...] = ()
+    canonical_output_tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
     dropped: bool = False
     drop_reason: str | None = None
     valid_row_count: int = 0
@@ -77,11 +87,24 @@ class FinalizedGroup:
 
 
 @dataclass(frozen=True)
+class FailedGroup:
+    """What stands in a group's place when it failed and its caller wants the others (`on_error="yield"`).
+
+    `error` is what would have been raised; nothing of the group is lost, and asking again is safe.
+    """
+
+    group_id: str
+    error: Exception
+
+
+@dataclass(frozen=True)
 class RolloutReassemblerActorConfig:
     """What every actor of a pool reassembles, and where to.
 
     `model_shape` is the policy's `(routed layers, experts a token)`, by which routes of another shape are told
     from right ones where a group alone cannot tell.
+    `bounds` says how large a receipt, and a request as a whole, may be. Raises `ValueError` for a setting that
+    cannot be, naming it.
     """
 
     partition_id: str
@@ -91,3 +114,9 @@ class RolloutReassemblerActorConfig:
     defer_routed_experts_to_policy: bool = False
     max_seq_len: int | None = None
     model_shape: tuple[int, int] | None = None
+    bounds: ReceiptBounds = DEFAULT_BOUNDS
+
+    def __post_init__(self) -> None:
+        settings = {name: value for name, value in vars(self).items() if name != "model_shape"}
+        for name, value in checked_settings(**settings).items():
+            object.__setattr__(self, name, value)

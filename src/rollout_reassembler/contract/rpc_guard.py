@@ -9,46 +9,83 @@ must fit a byte budget, so that a list of a million integers does not pass as "m
         assert_metadata_only({"receipts": [{"manifest": [{"token_ids": [1, 2]}]}]})
     except RpcPayloadError as error:
         assert error.path == "rpc['receipts'][0]['manifest'][0]['token_ids']"
+
+Receipts are the agents', and one that may not cross costs its own rollout: `guarded_request` puts a small
+`RefusedReceipt` in its place, on whichever side of the RPC it is met first. What may not cross for the caller's
+reasons is an error that names it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sized
+from collections.abc import Collection, Sequence, Sized
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
+from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds, how_to_raise
 from rollout_reassembler.contract.errors import RpcPayloadError
 from rollout_reassembler.contract.messages import (
     FinalizedGroup,
     KVBatchMeta,
     ReassemblyRequest,
+    RefusedReceipt,
     RolloutReassemblerActorConfig,
 )
+from rollout_reassembler.contract.text import one_line
 
-MAX_RPC_BYTES = 16 << 20
+MAX_RPC_BYTES = DEFAULT_BOUNDS.max_rpc_bytes
 MAX_RPC_DEPTH = 32
 
 _FORBIDDEN_RPC_KEYS = frozenset(
     {
+        "advantages",
         "attention_mask",
         "canonical_row",
+        "completion_ids",
+        "completion_mask",
+        "env_mask",
         "extras",
         "generation_log_probs",
         "generation_log_probs_delta",
         "generation_logprobs",
+        "generation_logprobs_delta",
         "generation_token_ids",
+        "generation_topk_ids",
+        "generation_topk_logprobs",
         "input_ids",
         "log_probs",
+        "logprob_token_ids",
         "logprobs",
+        "loss_mask",
+        "loss_masks",
+        "media_imgs",
+        "multi_modal_inputs",
+        "old_log_probs",
+        "old_logprobs",
         "output_ids",
+        "output_token_ids",
+        "position_ids",
+        "prev_logprobs",
+        "prompt_ids",
         "prompt_ids_for_adv",
         "prompt_token_ids",
+        "prompts",
+        "ref_log_prob",
+        "ref_logprobs",
+        "reference_policy_logprobs",
         "required_prefix_token_ids",
+        "response_ids",
+        "response_mask",
+        "responses",
+        "rm_scores",
+        "rollout_expert_indices",
+        "rollout_log_probs",
+        "rollout_logprobs",
         "routed_experts",
         "routed_experts_boundary",
+        "target_tokens",
         "token_ids",
         "token_ids_delta",
         "token_mask",
@@ -58,7 +95,14 @@ _FORBIDDEN_RPC_KEYS = frozenset(
 
 _MESSAGES = {
     kind: tuple(field.name for field in dataclasses.fields(kind))
-    for kind in (FinalizedGroup, KVBatchMeta, ReassemblyRequest, RolloutReassemblerActorConfig)
+    for kind in (
+        FinalizedGroup,
+        KVBatchMeta,
+        ReassemblyRequest,
+        RefusedReceipt,
+        RolloutReassemblerActorConfig,
+        ReceiptBounds,
+    )
 }
 _KEYED_BY_ID = frozenset({"rejections"})
 """Parts of messages whose keys are rollout ids: a rollout may have any name."""
@@ -67,6 +111,7 @@ _NUMBERS = frozenset({int, float, bool, type(None)})
 _NUMBER_BYTES = 8
 _FLAT = _NUMBERS | {str}
 _MANY = 1 << 64
+_MANY_TIMES = 8
 
 
 def assert_metadata_only(value: Any, *, path: str = "rpc", max_bytes: int = MAX_RPC_BYTES) -> int:
@@ -75,6 +120,43 @@ def assert_metadata_only(value: Any, *, path: str = "rpc", max_bytes: int = MAX_
     Raises `RpcPayloadError` with the path of the first offender, what was found and its size.
     """
     return _measure(value, path, max_bytes, [])
+
+
+def guarded_request(request: ReassemblyRequest, *, max_bytes: int = MAX_RPC_BYTES) -> ReassemblyRequest:
+    """The request as it may cross, with a `RefusedReceipt` for each receipt that may not.
+
+    Refused are receipts that are more than metadata, or larger than the budget, or out of all proportion to the
+    others (over `_MANY_TIMES` the median) where it takes that for the rest to fit. A group that is too large as
+    a whole is its caller's: `RpcPayloadError` with its size and the setting. `request` is one of `plain_request`.
+    """
+    receipts: list[Any] = list(request.receipts)
+    sizes = [0] * len(receipts)
+    for index, receipt in enumerate(receipts):
+        try:
+            sizes[index] = assert_metadata_only(receipt, path=f"rpc.receipts[{index}]", max_bytes=max_bytes)
+        except RpcPayloadError as error:
+            receipts[index] = RefusedReceipt(one_line(str(error)))
+    rest = dataclasses.replace(request, receipts=())
+    total = sum(sizes) + _NUMBER_BYTES * len(sizes) + assert_metadata_only(rest, max_bytes=max_bytes)
+    if total > max_bytes:
+        typical = sorted(sizes)[(len(sizes) - 1) // 2]
+        huge = [index for index, size in enumerate(sizes) if size > _MANY_TIMES * typical]
+        if total - sum(sizes[index] for index in huge) > max_bytes:
+            raise _over_group_budget(request, sizes, total, max_bytes)
+        for index in huge:
+            what = f"{sizes[index]} bytes, beside others of {typical}: the group goes over max_rpc_bytes={max_bytes}"
+            receipts[index] = RefusedReceipt(what)
+    return dataclasses.replace(request, receipts=tuple(receipts))
+
+
+def _over_group_budget(request: ReassemblyRequest, sizes: Sequence[int], total: int, max_bytes: int) -> RpcPayloadError:
+    manifests = [receipt.get("manifest") for receipt in request.receipts if isinstance(receipt, dict)]
+    calls = sum(len(manifest) for manifest in manifests if isinstance(manifest, list | tuple))
+    return RpcPayloadError(
+        "rpc.receipts",
+        f"group {request.group_id!r:.200} has {total} bytes of metadata ({len(sizes)} rollouts, {calls} calls), more "
+        f"than max_rpc_bytes={max_bytes}; {how_to_raise('max_rpc_bytes')} and in that of ReassemblerPool",
+    )
 
 
 def _measure(value: Any, path: str, budget: int, above: list[int]) -> int:

@@ -1,162 +1,123 @@
 """What a group is asked to do, and which of its receipts may be read at all.
 
-`GroupRequest` is the request with its tuples checked to align; every later step walks its entries
-in order. `admit` takes one receipt as far as it goes without the data plane: it parses, it belongs
-to the rollout, it can be trained, and all the keys it names are the rollout's own. The first
-failure is the rejection.
+In come a plain request's receipts (`contract/requests.py`). `admit` takes one as far as it goes without the data
+plane: it parses, it belongs to the rollout, it can be trained, and all the keys it names are the rollout's own.
+The first failure is the rejection, and costs that rollout alone. `fingerprint_of` says what decides the rows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence, Sized
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from operator import index
 from typing import Any
 
 from rollout_reassembler.contract.bounds import ReceiptBounds, parse_receipt
-from rollout_reassembler.contract.errors import InvalidReceipt, RequestError, VerificationError
+from rollout_reassembler.contract.errors import GroupConflict, InvalidReceipt, VerificationError
+from rollout_reassembler.contract.messages import ReassemblyRequest, RefusedReceipt
 from rollout_reassembler.contract.records import RolloutReceipt, staging_key
-from rollout_reassembler.reassembly.rows import publishable_reward
+from rollout_reassembler.contract.requests import MAX_WEIGHT_VERSION, publishable_reward
+from rollout_reassembler.reassembly.rows import FinalizedRollout
 from rollout_reassembler.reassembly.verify import check_receipt_state
 
 _OWN_REASONS = frozenset({"rollout_failed", "capture_poisoned", "duplicate_staging_key"})
 
-_MAX_WEIGHT_VERSION = 2**63 - 1
-"""The wire holds 64 bits without a sign; tags, exports and tensors hold int64."""
-
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a rollout becomes a placeholder: a reason for metrics, a detail for people."""
+    """Why a rollout becomes a placeholder: a reason for metrics, a detail for people.
+
+    `is_unread`: what came in the receipt's place was not even a mapping, so it says nothing of the rollout.
+    """
 
     reason: str
     detail: str
+    is_unread: bool = False
 
 
-@dataclass(frozen=True)
-class GroupRequest:
-    """One prompt group, with one entry a rollout in each sequence."""
+def fingerprint_of(
+    request: ReassemblyRequest, admitted: Sequence[RolloutReceipt | Rejection], settings: Mapping[str, Any]
+) -> str:
+    """All that decides this group's rows, given the staged bytes, as JSON: settings by value, parts by digest.
 
-    group_id: str
-    rollout_ids: tuple[str, ...]
-    sample_ids: tuple[str, ...]
-    receipts: tuple[Any, ...]
-    rewards: tuple[Any, ...]
-    mask_sample: tuple[bool, ...]
-    truncated: tuple[bool | None, ...]
-    fallback_weight_version: int
-    prompt_idx: int
-    loss_multiplier: float
-    staged_on: str | None
-    accept_lost: bool
+    Two requests with one fingerprint publish the same rows, and two with different ones can be told in what they
+    differ (`difference`). `request` is plain, `settings` are those of the reassembler. Receipts that were not
+    admitted count by their rejection. Where rows were staged, and what the caller gave up, decide whether there
+    are rows to publish, not which.
+    """
+    receipts = [
+        receipt.model_dump_json() if isinstance(receipt, RolloutReceipt) else json.dumps(receipt.reason)
+        for receipt in admitted
+    ]
+    parts = {
+        "rollout_ids": request.rollout_ids,
+        "canonical_sample_ids": request.canonical_sample_ids,
+        "receipts": receipts,
+        "rewards": [publishable_reward(reward) for reward in request.rewards],
+        "mask_sample": request.mask_sample,
+        "truncated": request.truncated,
+        "fallback_weight_version": request.fallback_weight_version,
+        "prompt_idx": request.prompt_idx,
+        "loss_multiplier": request.loss_multiplier,
+    }
+    digests = {name: hashlib.sha256(json.dumps(part).encode()).hexdigest()[:32] for name, part in parts.items()}
+    return json.dumps({"settings": settings, "parts": digests})
 
-    @classmethod
-    def of(
-        cls,
-        group_id: str,
-        rollout_ids: Sequence[str],
-        receipts: Sequence[Any],
-        rewards: Sequence[Any],
-        *,
-        mask_sample: Sequence[bool] | bool | None,
-        fallback_weight_version: int,
-        prompt_idx: int,
-        loss_multiplier: float,
-        canonical_sample_ids: Sequence[str] | None,
-        truncated: Sequence[bool] | None,
-        staged_on: str | None = None,
-        accept_lost: bool = False,
-    ) -> GroupRequest:
-        """Align the parts of a request. Raises `RequestError` naming the one that is off."""
-        if not isinstance(group_id, str) or not group_id:
-            raise RequestError(f"group_id must be a non-empty str, got {group_id!r:.80}")
-        if not isinstance(rollout_ids, Sized) or isinstance(rollout_ids, str) or not len(rollout_ids):
-            raise RequestError(f"group {group_id!r}: rollout_ids must name a rollout or more, got {rollout_ids!r:.80}")
-        size = len(rollout_ids)
-        for name, number in (("fallback_weight_version", fallback_weight_version), ("prompt_idx", prompt_idx)):
-            if not isinstance(number, Integral):
-                raise RequestError(f"group {group_id!r}: {name} must be an int, got {number!r:.80}")
-        if publishable_reward(loss_multiplier) is None:
-            raise RequestError(f"group {group_id!r}: loss_multiplier {loss_multiplier!r} is not a finite binary32")
-        if staged_on is not None and (not isinstance(staged_on, str) or not staged_on):
-            raise RequestError(
-                f"group {group_id!r}: staged_on must be what epoch() gave, or None; got {staged_on!r:.80}"
+
+def difference(recorded: str, here: str) -> str:
+    """In what two fingerprints differ: settings with their values, parts of the request by name."""
+    try:
+        then, now = json.loads(recorded), json.loads(here)
+        settings = [
+            f"{name} was {then['settings'][name]} and is {value} here"
+            for name, value in now["settings"].items()
+            if then["settings"][name] != value
+        ]
+        return ", ".join([*settings, *(name for name in now["parts"] if then["parts"][name] != now["parts"][name])])
+    except (ValueError, TypeError, KeyError):  # written by another version: that much differs
+        return "contents"
+
+
+_LIKE_A_DEFAULT = re.compile(r"_g\d+\Z")
+
+
+def may_meet_another(request: ReassemblyRequest) -> bool:
+    """Whether the group's sample ids are not its own by form: given ones, and defaults that read as given ones do.
+
+    Only these are looked up (`refuse_held_samples`); a group with the default ids of a plain group id asks nothing.
+    """
+    defaults = tuple(f"{request.group_id}_g{i}" for i in range(len(request.rollout_ids)))
+    return request.canonical_sample_ids != defaults or bool(_LIKE_A_DEFAULT.search(request.group_id))
+
+
+def refuse_held_samples(request: ReassemblyRequest, held: Sequence[Mapping[str, Any] | None]) -> None:
+    """Raise `GroupConflict` for a canonical sample id under which another group's row lies.
+
+    `held` are the tags of the rows that lie there, one a sample id. Default ids are no safer than given ones: those
+    of group `g_g0` and a given `g_g0_g0` of group `g` are one. Of two groups that name one id at the same time both
+    may find it free; then the later one's row stands, and the group whose row went finds the other's at its next try.
+    """
+    for sample_id, tags in zip(request.canonical_sample_ids or (), held, strict=True):
+        owner = (tags or {}).get("group_id", request.group_id)
+        if owner != request.group_id:
+            raise GroupConflict(
+                f"group {request.group_id!r:.200}: its canonical sample id {sample_id!r:.200} is that of a row of "
+                f"group {owner!r:.200}; give its rows ids of their own, in canonical_sample_ids"
             )
-        if not isinstance(accept_lost, bool):
-            raise RequestError(f"group {group_id!r}: accept_lost must be a bool, got {accept_lost!r:.80}")
-        if mask_sample is None or isinstance(mask_sample, bool):
-            mask_sample = (bool(mask_sample),) * size
-        sample_ids = tuple(canonical_sample_ids or (f"{group_id}_g{i}" for i in range(size)))
-        said = tuple(truncated) if truncated is not None else (None,) * size
-        parts = {
-            "receipts": receipts,
-            "rewards": rewards,
-            "mask_sample": mask_sample,
-            "canonical_sample_ids": sample_ids,
-            "truncated": said,
-        }
-        for name, part in parts.items():
-            found = len(part) if isinstance(part, Sized) else type(part).__name__
-            if found != size:
-                raise RequestError(f"group {group_id!r}: {found} {name} for {size} rollout_ids")
-        for name, ids in (("rollout_ids", rollout_ids), ("canonical_sample_ids", sample_ids)):
-            if not all(isinstance(i, str) and i for i in ids) or len(set(ids)) != size:
-                raise RequestError(
-                    f"group {group_id!r}: {name} must be distinct non-empty strings, got {list(ids)!r:.200}"
-                )
-        return cls(
-            group_id=group_id,
-            rollout_ids=tuple(rollout_ids),
-            sample_ids=sample_ids,
-            receipts=tuple(receipts),
-            rewards=tuple(rewards),
-            mask_sample=tuple(bool(masked) for masked in mask_sample),
-            truncated=tuple(None if cut is None else bool(cut) for cut in said),
-            fallback_weight_version=index(fallback_weight_version),
-            prompt_idx=index(prompt_idx),
-            loss_multiplier=float(loss_multiplier),
-            staged_on=staged_on,
-            accept_lost=accept_lost,
-        )
-
-    def fingerprint(self, admitted: Sequence[RolloutReceipt | Rejection], settings: Sequence[Any]) -> str:
-        """Digest of all that decides this group's rows, given the staged bytes.
-
-        Two requests with one fingerprint publish the same rows. `settings` are those of the
-        reassembler. Receipts that were not admitted count by their rejection. Where rows were staged, and
-        what the caller gave up, decide whether there are rows to publish, not which.
-        """
-        digest = hashlib.sha256()
-        head = (
-            self.group_id,
-            self.rollout_ids,
-            self.sample_ids,
-            [publishable_reward(reward) for reward in self.rewards],
-            self.mask_sample,
-            self.truncated,
-            self.fallback_weight_version,
-            self.prompt_idx,
-            self.loss_multiplier,
-            settings,
-        )
-        digest.update(json.dumps(head).encode())
-        for receipt in admitted:
-            part = receipt.model_dump_json() if isinstance(receipt, RolloutReceipt) else json.dumps(receipt.reason)
-            digest.update(b"\n" + part.encode())
-        return digest.hexdigest()
 
 
 def admit(rollout_id: str, receipt: Any, bounds: ReceiptBounds) -> RolloutReceipt | Rejection:
     """One rollout's receipt, ready to be proven, or why it can't be."""
     if receipt is None:
         return Rejection("missing_receipt", "the request holds no receipt for this rollout")
+    if isinstance(receipt, RefusedReceipt):
+        return Rejection("invalid_receipt", receipt.detail, is_unread=True)
     try:
         parsed = parse_receipt(receipt, bounds)
     except InvalidReceipt as error:
-        return Rejection("invalid_receipt", error.detail)
+        return Rejection("invalid_receipt", error.detail, is_unread=not isinstance(receipt, Mapping | RolloutReceipt))
     if parsed.rollout_id != rollout_id:
         return Rejection("identity_mismatch", f"the receipt is that of rollout {parsed.rollout_id!r}")
     try:
@@ -164,7 +125,7 @@ def admit(rollout_id: str, receipt: Any, bounds: ReceiptBounds) -> RolloutReceip
     except VerificationError as error:
         return Rejection(error.code if error.code in _OWN_REASONS else f"rebuild_failed:{error.code}", error.detail)
     for record in parsed.manifest:
-        if record.weight_version > _MAX_WEIGHT_VERSION:
+        if record.weight_version > MAX_WEIGHT_VERSION:
             detail = f"call {record.model_call_id!r}: weight_version {record.weight_version} does not fit int64"
             return Rejection("invalid_receipt", detail)
         if record.staging_key != staging_key(rollout_id, record.model_call_id):
@@ -172,3 +133,15 @@ def admit(rollout_id: str, receipt: Any, bounds: ReceiptBounds) -> RolloutReceip
             reason = "staging_key_mismatch" if own else "foreign_staging_key"
             return Rejection(reason, f"call {record.model_call_id!r} names the key {record.staging_key!r}")
     return parsed
+
+
+def reads_nothing(admitted: Sequence[RolloutReceipt | Rejection], rollouts: Sequence[FinalizedRollout]) -> bool:
+    """Whether not one rollout of the group could be read for what its *caller* handed over.
+
+    All receipts no mapping, all rewards missing, or some of each: a gateway or a grader was down. Such a group
+    says nothing of what is staged. Of a group of one it can't be told from one rollout's own fault, which it is then.
+    """
+    return len(rollouts) > 1 and all(
+        rollout.rejection_reason == "invalid_reward" or (isinstance(receipt, Rejection) and receipt.is_unread)
+        for receipt, rollout in zip(admitted, rollouts, strict=True)
+    )

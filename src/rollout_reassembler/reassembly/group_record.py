@@ -7,7 +7,7 @@ two calls: the look-up before publication and the write after it.
 
 The record is a function of the request and the staged bytes alone (no clock in it), so two
 finalizers of one request write the same record. Records are small but stay until the training loop
-says that it will not ask again (`forget`), for instance when a trainer checkpoint is durable.
+says that it will not ask again (`forget`, `expire`), for instance when a trainer checkpoint is durable.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rollout_reassembler.data_plane.base import DataPlaneClient
 _FINGERPRINT_TAG = "fingerprint"
 _ANSWER_TAG = "answer"
 _LOST_TAG = "is_lost"
+_UNREAD_TAG = "is_unread"
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,14 @@ class GroupRecord:
     """That this group was published, for which request, and what was answered.
 
     `is_lost`: placeholders stand for rows that were lost, which their caller gave up; once they are staged
-    again, another record may take this one's place. No other record is ever replaced.
+    again, another record may take this one's place. `is_unread`: placeholders stand for rollouts whose
+    receipts or rewards were none at all; another request may take this one's place. No other record is ever replaced.
     """
 
     fingerprint: str
     answer: FinalizedGroup
     is_lost: bool = False
+    is_unread: bool = False
 
 
 class GroupRecords:
@@ -44,6 +47,7 @@ class GroupRecords:
 
     def __init__(self, dp_client: DataPlaneClient, *, partition_id: str) -> None:
         self._client = dp_client
+        self._canonical = partition_id
         self._partition = f"{partition_id}.groups"
         dp_client.register_partition(self._partition, {})
 
@@ -57,7 +61,12 @@ class GroupRecords:
         if not tags or _ANSWER_TAG not in tags:
             return None
         try:
-            return GroupRecord(tags[_FINGERPRINT_TAG], _decode_answer(tags[_ANSWER_TAG]), bool(tags.get(_LOST_TAG)))
+            return GroupRecord(
+                tags[_FINGERPRINT_TAG],
+                _decode_answer(tags[_ANSWER_TAG]),
+                bool(tags.get(_LOST_TAG)),
+                bool(tags.get(_UNREAD_TAG)),
+            )
         except (KeyError, TypeError, ValueError) as error:
             what = (
                 f"the record of this group is not readable ({error!r:.200}); clear it to have the group published again"
@@ -70,12 +79,41 @@ class GroupRecords:
             _FINGERPRINT_TAG: record.fingerprint,
             _ANSWER_TAG: _encode_answer(record.answer),
             _LOST_TAG: record.is_lost,
+            _UNREAD_TAG: record.is_unread,
         }
         self._client.put_samples([group_id], self._partition, tags=[tags])
 
     def forget(self, group_ids: Sequence[str]) -> None:
         """Drop the records of groups that nobody will ask for again."""
         self._client.clear_samples(list(group_ids), self._partition)
+
+    def expire(self, *, keep: int, before_weight_version: int | None = None) -> list[str]:
+        """Drop the records of groups that were consumed, but for the newest `keep`; returns their ids.
+
+        A group is consumed once the trainer has cleared all its canonical rows: no record goes before. The newest are
+        those of the highest weight version, the plane's order among equals; with `before_weight_version` only
+        records of groups that ended below it go. A request whose record is gone is a new one: its staged
+        rows were cleared, so it is `PlaneLost`, or all placeholders where its `staged_on` is the plane's epoch.
+        Keep as many as your driver may send again, for instance all since the last durable trainer checkpoint. Lists
+        both partitions: call it between training steps, not for each group. Raises `ValueError` for a negative `keep`.
+        """
+        if keep < 0:
+            raise ValueError(f"keep must be a number of records, 0 or more, got {keep}")
+        answers = {
+            group_id: _decode_answer(tags[_ANSWER_TAG])
+            for group_id, tags in self._client.list_samples(self._partition).items()
+            if _ANSWER_TAG in tags
+        }
+        rows = self._client.list_samples(self._canonical)
+        newest_last = sorted(answers, key=lambda group_id: answers[group_id].group_max_wv)
+        expired = [
+            group_id
+            for group_id in newest_last[: max(0, len(newest_last) - keep)]
+            if rows.keys().isdisjoint(answers[group_id].meta.sample_ids)
+            and (before_weight_version is None or answers[group_id].group_max_wv < before_weight_version)
+        ]
+        self.forget(expired)
+        return expired
 
     def group_ids(self) -> list[str]:
         """All groups on record; a key without an answer is that of a write that failed."""

@@ -13,8 +13,9 @@ from rollout_reassembler.reassembly.rows import FinalizedRollout
 def group_metrics(
     rollouts: Sequence[FinalizedRollout], admitted: Sequence[RolloutReceipt | Rejection]
 ) -> dict[str, float]:
-    """Counts and rates of one group; reasons and methods appear only when they occurred.
+    """Counts of one group, and rates over its N rollouts, also those without a receipt.
 
+    Reasons and methods appear only when they occurred. `token_in_rate` is over calls.
     `calls_off_chain_count` is of valid rollouts: calls that were proven, and are not in the row.
     A `rebuild_failed:<code>` rejection counts under `rebuild_failed` and under its code.
     """
@@ -24,7 +25,7 @@ def group_metrics(
     methods = Counter(receipt.terminal_selection for receipt in receipts if receipt.terminal_selection)
     metrics: dict[str, float] = {
         "finalize/invalid_row_rate": sum(not rollout.valid for rollout in rollouts) / len(rollouts),
-        "finalize/calls_per_rollout": len(calls) / len(receipts) if receipts else 0.0,
+        "finalize/calls_per_rollout": len(calls) / len(rollouts),
         "finalize/calls_off_chain_count": float(
             sum(len(rollout.staging_keys) - rollout.calls for rollout in rollouts if rollout.valid)
         ),
@@ -33,7 +34,7 @@ def group_metrics(
     }
     for method, count in methods.items():
         metrics[f"finalize/terminal_selection_{method}_count"] = float(count)
-        metrics[f"finalize/terminal_selection_{method}_fraction"] = count / len(receipts)
+        metrics[f"finalize/terminal_selection_{method}_fraction"] = count / len(rollouts)
     for reason, count in reasons.items():
         kind, _, code = reason.partition(":")
         for name in (kind, f"{kind}_{code}") if code else (kind,):

@@ -19,6 +19,10 @@ them up (`accept_lost`) the record says so, and the same request takes its place
 again. Two finalizers of one request at a time write the same bytes in every step. A request that
 differs from the recorded one is a `GroupConflict`.
 
+A group of which not one rollout could be read, since all its receipts are none at all or all its rewards are
+missing, is published as placeholders and clears nothing (`cleanup_pending` names its rollouts): what was
+staged is not the worse for it, and another request under the same id takes its place.
+
 Bad *data* (a `ContractError`) costs its own rollout, which becomes a placeholder; the answer holds its code, the
 log the detail. Everything else
 is raised with the group's name in it, and has cleared nothing: the caller may try again.
@@ -29,7 +33,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
@@ -42,8 +45,19 @@ from rollout_reassembler.contract.errors import (
 )
 from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta, ReassemblyRequest
 from rollout_reassembler.contract.records import RolloutReceipt
+from rollout_reassembler.contract.requests import plain_request, plain_reward, plain_rollout_id, publishable_reward
+from rollout_reassembler.contract.settings import checked_settings
+from rollout_reassembler.contract.text import one_line
 from rollout_reassembler.data_plane.base import DataPlaneClient
-from rollout_reassembler.reassembly.admission import GroupRequest, Rejection, admit
+from rollout_reassembler.reassembly.admission import (
+    Rejection,
+    admit,
+    difference,
+    fingerprint_of,
+    may_meet_another,
+    reads_nothing,
+    refuse_held_samples,
+)
 from rollout_reassembler.reassembly.cleanup import clear_group
 from rollout_reassembler.reassembly.group_record import GroupRecord, GroupRecords
 from rollout_reassembler.reassembly.lost import lacks_rows, refuse_lost_rows
@@ -62,7 +76,6 @@ from rollout_reassembler.reassembly.rows import (
     FinalizedRollout,
     canonical_columns,
     canonical_schema,
-    publishable_reward,
     rejected,
 )
 from rollout_reassembler.reassembly.spans import encode_spans
@@ -71,6 +84,9 @@ from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.source import StagingSource
 
 logger = logging.getLogger(__name__)
+
+TRAIN_TASK = "train"
+"""The consumer that claims canonical rows, as it is called in the system that ours stands in for."""
 
 _UNREAD = frozenset({"missing_staging_row", "invalid_staging_row", "staging_key_mismatch"})
 
@@ -86,7 +102,7 @@ class RolloutReassembler:
         )
 
     Both partitions must be registered (`register_canonical_partition`, `register_staging_partition`).
-    Raises `ValueError` for a `pad_token_id` or a `max_seq_len` (in tokens) that cannot be one.
+    `bounds` says how large a receipt may be. Raises `ValueError` for a setting that cannot be, naming it.
     """
 
     def __init__(
@@ -102,12 +118,20 @@ class RolloutReassembler:
         bounds: ReceiptBounds = DEFAULT_BOUNDS,
         model_shape: LayersAndTopK | None = None,
     ) -> None:
-        _check_settings(pad_token_id, max_seq_len)
+        settings = checked_settings(
+            partition_id=partition_id,
+            staging_partition=staging_partition,
+            pad_token_id=pad_token_id,
+            max_seq_len=max_seq_len,
+            router_replay_enabled=router_replay_enabled,
+            defer_routed_experts_to_policy=defer_routed_experts_to_policy,
+            bounds=bounds,
+        )
         self._client = dp_client
         self._partition_id = partition_id
         self._staging_partition = staging_partition
-        self._pad_token_id = pad_token_id
-        self._max_seq_len = max_seq_len
+        self._pad_token_id: int = settings["pad_token_id"]
+        self._max_seq_len: int | None = settings["max_seq_len"]
         self._direct_routes = router_replay_enabled and not defer_routed_experts_to_policy
         self._deferred_routes = defer_routed_experts_to_policy
         self._bounds = bounds
@@ -117,10 +141,20 @@ class RolloutReassembler:
         self._records = GroupRecords(dp_client, partition_id=partition_id)
 
     def finalize_rollout(self, rollout_id: str, receipt: Any, *, reward: float | None) -> FinalizedRollout:
-        """Prove one rollout. Publishes and clears nothing. Raises `DataPlaneError` when the plane fails."""
+        """Prove one rollout. Publishes and clears nothing.
+
+        Rows that are gone because the rollout's group was finalized before are `missing_staging_row` here: what
+        became of the rollout then is in that group's `rejections`. Raises `RequestError` for a reward or an id of
+        another type, `DataPlaneError` when the plane fails.
+        """
+        rollout_id = plain_rollout_id(rollout_id)
         admitted = admit(rollout_id, receipt, self._bounds)
-        rollouts = self._prove_group([rollout_id], [admitted], [reward], Phases())
-        return self._with_routes(rollouts)[0]
+        worth = plain_reward(reward)
+        rollouts = self._prove_group([rollout_id], [admitted], [worth], Phases())
+        rollout = self._with_routes(rollouts)[0]
+        if rollout.missing_keys and isinstance(admitted, RolloutReceipt):
+            return _maybe_cleared(rollout, len(admitted.manifest))
+        return rollout
 
     def finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         """`finalize_group` for a request in one piece."""
@@ -160,65 +194,79 @@ class RolloutReassembler:
         `staged_on` is the plane's `epoch()` from before the group's first rollout, so that rows which went with a
         plane are not taken for rows that never were; `accept_lost` makes placeholders of those knowingly.
 
-        Raises `RequestError` for a request whose parts do not align, `GroupConflict` when another
+        Numpy and torch values are taken as the numbers they are (`contract/requests.py`).
+
+        Raises `RequestError` for a part that is missing, too short or of another type, `GroupConflict` when another
         request was finalized under this id, `PlaneLost` when staged rows went with their plane,
         `DataPlaneError` when the plane fails before the answer
         is on record; after that the answer is given, with `cleanup_pending` where clearing failed.
         """
-        request = GroupRequest.of(
-            group_id,
-            rollout_ids,
-            receipts,
-            rewards,
-            mask_sample=mask_sample,
-            fallback_weight_version=fallback_weight_version,
-            prompt_idx=prompt_idx,
-            loss_multiplier=loss_multiplier,
-            canonical_sample_ids=canonical_sample_ids,
-            truncated=truncated,
-            staged_on=staged_on,
-            accept_lost=accept_lost,
+        request = plain_request(
+            ReassemblyRequest(
+                group_id=group_id,
+                rollout_ids=rollout_ids,  # type: ignore[arg-type]  # `plain_request` makes tuples of them
+                canonical_sample_ids=canonical_sample_ids,  # type: ignore[arg-type]
+                receipts=receipts,  # type: ignore[arg-type]
+                rewards=rewards,  # type: ignore[arg-type]
+                fallback_weight_version=fallback_weight_version,
+                prompt_idx=prompt_idx,
+                mask_sample=mask_sample,  # type: ignore[arg-type]
+                loss_multiplier=loss_multiplier,
+                truncated=truncated,  # type: ignore[arg-type]
+                staged_on=staged_on,
+                accept_lost=accept_lost,
+            )
         )
-        with _Naming(group_id):
+        with _Naming(request.group_id):
             return self._finalize(request)
 
-    def _finalize(self, request: GroupRequest) -> FinalizedGroup:
+    def _finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         phases = Phases()
         with phases("admit"):
             admitted = [
                 admit(rollout_id, receipt, self._bounds)
                 for rollout_id, receipt in zip(request.rollout_ids, request.receipts, strict=True)
             ]
-            fingerprint = request.fingerprint(admitted, self._settings())
+            fingerprint = fingerprint_of(request, admitted, self._settings())
         rollouts = self._prove_group(request.rollout_ids, admitted, request.rewards, phases)
         if self._direct_routes:
             with phases("routes"):
                 rollouts = self._with_routes(rollouts)
         with phases("record"):
             recorded = self._records.lookup(request.group_id)
-        if recorded is not None and recorded.fingerprint != fingerprint:
+        is_other = recorded is not None and recorded.fingerprint != fingerprint
+        if recorded is not None and is_other and not recorded.is_unread:
+            what = difference(recorded.fingerprint, fingerprint)
             raise GroupConflict(
-                f"group {request.group_id!r} was finalized before, by a request with other contents; "
+                f"group {request.group_id!r} was finalized before, by a request that differs in {what}; "
                 "give this one a group id of its own"
             )
         if recorded is None and not request.accept_lost:
             refuse_lost_rows(self._client, self._staging_partition, rollouts, admitted, request.staged_on)
-        if recorded is None or (recorded.is_lost and not lacks_rows(rollouts)):
+        is_unread = reads_nothing(admitted, rollouts)
+        if recorded is None and may_meet_another(request):
+            with phases("record"):
+                held = self._client.get_tags(request.canonical_sample_ids or (), self._partition_id)
+            refuse_held_samples(request, held)
+        if recorded is None or is_other or (recorded.is_lost and not lacks_rows(rollouts)):
             with phases("assemble"):
                 plan_tags = route_plan_tags(rollouts) if self._deferred_routes else [{} for _ in rollouts]
                 answer = self._answer(request, admitted, rollouts, plan_tags)
             _log_rejections(request.group_id, rollouts)
             if recorded is not None:
                 # Placeholders that a trainer has claimed would keep it from claiming the rows.
-                self._client.clear_samples(request.sample_ids, self._partition_id)
+                self._client.clear_samples(request.canonical_sample_ids, self._partition_id)
             self._publish(request, rollouts, answer, plan_tags, phases)
             with phases("record"):
                 is_lost = request.accept_lost and lacks_rows(rollouts)
-                self._records.write(request.group_id, GroupRecord(fingerprint, answer, is_lost))
+                self._records.write(request.group_id, GroupRecord(fingerprint, answer, is_lost, is_unread))
         else:
             answer = recorded.answer
-        with phases("clear"):
-            pending = clear_group(self._client, self._staging_partition, answer)
+        if is_unread:
+            pending = tuple(f"{rollout_id}/*" for rollout_id in request.rollout_ids)
+        else:
+            with phases("clear"):
+                pending = clear_group(self._client, self._staging_partition, answer)
         return dataclasses.replace(answer, cleanup_pending=pending, timings=phases.timings())
 
     def _with_routes(self, rollouts: list[FinalizedRollout]) -> list[FinalizedRollout]:
@@ -230,10 +278,15 @@ class RolloutReassembler:
         self._seen_shape = shape_seen(routed) or self._seen_shape
         return routed
 
-    def _settings(self) -> tuple[Any, ...]:
-        """What else decides the rows: part of a request's fingerprint."""
-        settings = (self._pad_token_id, self._max_seq_len, self._direct_routes, self._deferred_routes)
-        return (*settings, self._model_shape) if self._model_shape is not None else settings
+    def _settings(self) -> dict[str, Any]:
+        """What else decides the rows, under the names of the config: part of a request's fingerprint."""
+        return {
+            "pad_token_id": self._pad_token_id,
+            "max_seq_len": self._max_seq_len,
+            "router_replay_enabled": self._direct_routes or self._deferred_routes,
+            "defer_routed_experts_to_policy": self._deferred_routes,
+            "model_shape": self._model_shape,
+        }
 
     def _prove_group(
         self,
@@ -285,8 +338,7 @@ class RolloutReassembler:
         except VerificationError as error:
             return rejected(rollout_id, f"rebuild_failed:{error.code}", error.detail, reward=worth or 0.0)
         if worth is None:
-            found = reward if isinstance(reward, float) else type(reward).__name__
-            detail = f"expected a reward that binary32 can hold, got {found}"
+            detail = f"expected a reward that binary32 can hold, got {reward}"
             return rejected(rollout_id, "invalid_reward", detail, staging_keys=keys)
         length = len(row.token_ids)
         if self._max_seq_len is not None and length > self._max_seq_len:
@@ -302,7 +354,7 @@ class RolloutReassembler:
 
     def _answer(
         self,
-        request: GroupRequest,
+        request: ReassemblyRequest,
         admitted: Sequence[RolloutReceipt | Rejection],
         rollouts: Sequence[FinalizedRollout],
         plan_tags: Sequence[PlanTag],
@@ -312,7 +364,8 @@ class RolloutReassembler:
         weight_version = min((r.min_wv for r in valid if r.min_wv is not None), default=fallback)
         meta = KVBatchMeta(
             partition_id=self._partition_id,
-            sample_ids=list(request.sample_ids),
+            task_name=TRAIN_TASK,
+            sample_ids=list(request.canonical_sample_ids or ()),
             fields=list(canonical_schema(with_routes=self._direct_routes)),
             sequence_lengths=[len(r.token_ids) if r.valid else 1 for r in rollouts],
             tags=[{"weight_version": weight_version, "prompt_idx": request.prompt_idx, "group_id": request.group_id}]
@@ -332,7 +385,7 @@ class RolloutReassembler:
 
     def _publish(
         self,
-        request: GroupRequest,
+        request: ReassemblyRequest,
         rollouts: Sequence[FinalizedRollout],
         answer: FinalizedGroup,
         plan_tags: Sequence[PlanTag],
@@ -343,8 +396,8 @@ class RolloutReassembler:
                 rollouts,
                 pad_token_id=self._pad_token_id,
                 loss_multiplier=request.loss_multiplier,
-                mask_sample=request.mask_sample,
-                truncated=request.truncated,
+                mask_sample=request.mask_sample,  # type: ignore[arg-type]  # a tuple, of a plain request
+                truncated=request.truncated or (None,) * len(rollouts),
                 max_seq_len=self._max_seq_len,
                 with_routes=self._direct_routes,
             )
@@ -397,16 +450,17 @@ def _proven(row: LinearizedRow, reward: float, keys: tuple[str, ...], plan: Rout
     )
 
 
-def _check_settings(pad_token_id: Any, max_seq_len: Any) -> None:
-    if not isinstance(pad_token_id, Integral):
-        raise ValueError(f"pad_token_id must be an int, got {pad_token_id!r}")
-    if max_seq_len is not None and (not isinstance(max_seq_len, Integral) or int(max_seq_len) < 1):
-        raise ValueError(f"max_seq_len must be a positive int of tokens, or None for no limit, got {max_seq_len!r}")
+def _maybe_cleared(rollout: FinalizedRollout, calls: int) -> FinalizedRollout:
+    """Finalizing a group clears all rows of its rollouts, so where all are missing that may be why."""
+    if len(rollout.missing_keys) < calls:
+        return rollout
+    hint = "; a group that was finalized has cleared them, and its answer's rejections say what became of the rollout"
+    return dataclasses.replace(rollout, rejection_detail=rollout.rejection_detail + hint)
 
 
 def _log_rejections(group_id: str, rollouts: Sequence[FinalizedRollout]) -> None:
     """The answer holds a code a rollout; what exactly was wrong is for people."""
     for rollout in rollouts:
         if not rollout.valid:
-            reason, detail = rollout.rejection_reason, rollout.rejection_detail
-            logger.warning("%s: rollout %s rejected: %s: %s", group_id, rollout.rollout_id, reason, detail)
+            said = (group_id, rollout.rollout_id, str(rollout.rejection_reason), rollout.rejection_detail)
+            logger.warning("%s: rollout %s rejected: %s: %s", *map(one_line, said))

@@ -13,10 +13,8 @@ Placeholders are masked as well, whatever the request says, so that one flag tel
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -121,17 +119,6 @@ def rejected(
         rejection_detail=detail,
         missing_keys=missing_keys,
     )
-
-
-def publishable_reward(reward: object) -> float | None:
-    """The reward as a float that binary32 can hold, or `None` when it is not a finite number."""
-    if isinstance(reward, bool) or not isinstance(reward, Real):
-        return None
-    try:
-        value = float(reward)
-    except OverflowError:
-        return None
-    return value if math.isfinite(value) and abs(value) <= float(np.finfo(np.float32).max) else None
 
 
 def canonical_columns(
