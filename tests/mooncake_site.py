@@ -22,7 +22,7 @@ from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
 from rollout_reassembler.data_plane.mooncake.connection import connect
 from rollout_reassembler.data_plane.mooncake.master import start_master
 from rollout_reassembler.data_plane.mooncake.owners import PipeOwner
-from tests.data_plane.plain_queue import QueueHost, keys_of, server_info
+from tests.data_plane.plain_queue import QueueHost, in_a_call, keys_of, server_info
 
 SEGMENT = 256 << 20
 DEADLINES = Deadlines(read=10, write=10, clear=10, metadata=10, connect=20, checkpoint=60, quiesced=20)
@@ -95,6 +95,10 @@ class MooncakeSite:
         for host in self.hosts if owners else ():
             plane.add_owner(host.owner)
         return plane
+
+    def set_numbers_aside(self, plane: MooncakeDataPlane) -> None:
+        """What whoever starts a queue does."""
+        in_a_call(plane, lambda call: plane._rows.set_numbers_aside(call, 8192))
 
     def close(self) -> None:
         for host in self.hosts:

@@ -612,6 +612,105 @@ class PlaneConformance:
             plane.put_samples([f"k{turn}"], partition, {"step": [turn]})
         assert plane.list_samples(partition).keys() == {"k0", "k1"}
 
+    # --- a put in three steps ---------------------------------------------------------------------
+
+    def test_stored_rows_are_nobodys_until_they_are_announced(self, plane: DataPlaneClient, partition: str) -> None:
+        rows = [row(1), row(2, 100_000)]
+        reserved = plane.reserve_samples(["a", "b"], partition)
+        assert (reserved.partition_id, reserved.sample_ids, reserved.tags) == (partition, ("a", "b"), ({}, {}))
+        assert not reserved.is_readable
+        stored = plane.store_samples(reserved, columns_of(rows))
+        assert plane.get_samples(["a", "b"], partition, partial=True).missing == ["a", "b"]
+        assert plane.claim_meta(partition, "train", ["step"], 5).sample_ids == []
+        plane.announce_samples(stored, [{"x": 1}, {"x": 2}])
+        assert plane.list_samples(partition) == {"a": {"x": 1}, "b": {"x": 2}}
+        for (_, got), expected in zip(plane.get_samples(["a", "b"], partition).rows(), rows, strict=True):
+            assert_same_row(got, expected)
+        assert sorted(plane.claim_meta(partition, "train", ["step"], 5).sample_ids) == ["a", "b"]
+
+    def test_a_row_keeps_its_number_until_it_is_cleared(self, plane: DataPlaneClient, partition: str) -> None:
+        plane.put_samples(["b"], partition, columns_of([row(2)]), tags=[{"x": 1}])
+        first = plane.reserve_samples(["a", "b"], partition)
+        assert first.tags == ({}, {"x": 1})
+        assert not first.is_readable
+        plane.announce_samples(plane.store_samples(first, columns_of([row(1), row(2)])), [{}, {"y": 2}])
+        again = plane.reserve_samples(["a", "b"], partition)
+        assert (again.numbers, again.is_readable, again.tags) == (first.numbers, True, ({}, {"x": 1, "y": 2}))
+        plane.clear_samples(["a"], partition)
+        later = plane.reserve_samples(["a", "b"], partition)
+        assert later.numbers[0] != first.numbers[0]
+        assert later.numbers[1] == first.numbers[1]
+        assert not later.is_readable
+
+    def test_a_reservation_looks_one_key_up_once_its_rows_are_numbered(
+        self, plane: DataPlaneClient, partition: str
+    ) -> None:
+        records = f"{partition}.groups"
+        with pytest.raises(PartitionNotRegistered):
+            plane.reserve_samples(["a"], partition, look_up=(records, "g"))
+        plane.register_partition(records, {})
+        assert plane.reserve_samples(["a"], partition, look_up=(records, "g")).looked_up is None
+        plane.put_samples(["g"], records, tags=[{"answer": 1}])
+        assert plane.reserve_samples(["a"], partition, look_up=(records, "g")).looked_up == {"answer": 1}
+
+    def test_the_same_rows_stored_and_announced_twice_are_there_once(
+        self, plane: DataPlaneClient, partition: str
+    ) -> None:
+        two = [plane.reserve_samples(["a", "b"], partition) for _ in range(2)]
+        assert two[0].numbers == two[1].numbers
+        stored = [plane.store_samples(reserved, columns_of([row(1), row(2)])) for reserved in two]
+        for one in stored:
+            plane.announce_samples(one, [{"x": 1}, {"x": 2}])
+        for (_, got), expected in zip(plane.get_samples(["a", "b"], partition).rows(), [row(1), row(2)], strict=True):
+            assert_same_row(got, expected)
+        assert sorted(plane.claim_meta(partition, "train", ["step"], 5).sample_ids) == ["a", "b"]
+        plane.announce_samples(stored[0], [{"x": 1}, {"x": 2}])
+        assert plane.claim_meta(partition, "train", ["step"], 5).sample_ids == []
+
+    @pytest.mark.parametrize("paused_before", ["store", "announce"])
+    def test_whoever_wakes_when_the_rows_were_cleared_brings_none_back(
+        self, plane: DataPlaneClient, partition: str, paused_before: str
+    ) -> None:
+        """The rows go on without it, also where their keys were written anew."""
+        late = plane.reserve_samples(["a", "b", "c"], partition)
+        values = columns_of([row(1), row(2), row(3)])
+        stored = plane.store_samples(late, values) if paused_before == "announce" else None
+        plane.announce_samples(plane.store_samples(late, values), [{"x": 1}] * 3)
+        assert len(plane.claim_meta(partition, "train", ["step"], 5).sample_ids) == 3
+        plane.clear_samples(["a", "b"], partition)
+        plane.put_samples(["b"], partition, columns_of([row(9)]), tags=[{"new": True}])
+        plane.announce_samples(stored or plane.store_samples(late, values), [{"x": 1}] * 3)
+        assert plane.list_samples(partition) == {"b": {"new": True}, "c": {"x": 1}}
+        batch = plane.get_samples(["a", "b", "c"], partition, partial=True)
+        assert batch.missing == ["a"]
+        assert_same_row(dict(batch.rows())["b"], row(9))
+        assert plane.claim_meta(partition, "train", ["step"], 5).sample_ids == ["b"]
+        assert plane.check_consumption_status(partition, ["train"])
+        plane.put_samples(["a"], partition, columns_of([row(7)]))
+        assert_same_row(next(plane.get_samples(["a"], partition).rows())[1], row(7))
+
+    def test_a_release_removes_the_rows_that_were_reserved_and_no_others(
+        self, plane: DataPlaneClient, partition: str
+    ) -> None:
+        old = plane.reserve_samples(["a", "b", "never written"], partition)
+        plane.announce_samples(plane.store_samples(old, columns_of([row(1), row(2), row(3)])))
+        plane.clear_samples(["a"], partition)
+        plane.put_samples(["a"], partition, columns_of([row(4)]))
+        for _ in range(2):
+            plane.release_samples(old)
+            assert plane.list_samples(partition) == {"a": {}}
+        assert_same_row(next(plane.get_samples(["a"], partition).rows())[1], row(4))
+        plane.release_samples(plane.reserve_samples(["empty"], partition))
+        assert plane.list_samples(partition) == {"a": {}}
+
+    def test_what_does_not_fit_is_refused_before_it_is_stored(self, plane: DataPlaneClient, partition: str) -> None:
+        reserved = plane.reserve_samples(["a"], partition)
+        for fields in ({"step": ["x"]}, {"unknown": [1]}):
+            with pytest.raises(SchemaViolation):
+                plane.store_samples(reserved, fields)
+        with pytest.raises(ValueError, match="a"):
+            plane.reserve_samples(["a", "a"], partition)
+
     # --- epochs -----------------------------------------------------------------------------------
 
     def test_an_epoch_lasts_until_a_checkpoint_is_loaded(

@@ -38,6 +38,7 @@ def site(queues: QueueHost) -> Iterator[MooncakeSite]:
 @pytest.fixture(scope="module")
 def mooncake_plane(site: MooncakeSite) -> Iterator[Any]:
     plane = site.connect()
+    site.set_numbers_aside(plane)
     yield plane
     plane.close()
 

@@ -7,26 +7,40 @@
     plane.recover()
 
 A put that fails in the middle has written half of its rows, and of the next row its columns without
-its tags; a clear, half of its keys. Both is what the contract of `data_plane/base.py` allows.
+its tags; a clear, half of its keys, as do a reservation, what is stored of one, and a release. An
+announcement has set tags, and made nothing readable. All of it is what the contract of `data_plane/base.py` allows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from rollout_reassembler.contract.errors import DataPlaneTimeout
-from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.base import DataPlaneClient, Reservation
+from rollout_reassembler.data_plane.memory import MemoryDataPlane
 
 Where = Literal["before", "during", "after"]
 
-CALLS = ("put_samples", "get_samples", "get_tags", "list_samples", "clear_samples", "epoch")
+CALLS = (
+    "put_samples",
+    "reserve_samples",
+    "store_samples",
+    "announce_samples",
+    "release_samples",
+    "get_samples",
+    "get_tags",
+    "list_samples",
+    "clear_samples",
+    "epoch",
+)
 
 
 class CrashPlane:
-    """A `DataPlaneClient` over another one. Counts its calls (`calls`, by name) and fails when told to."""
+    """A `DataPlaneClient` over a plane in memory. Counts its calls (`calls`, by name) and fails when told to."""
 
-    def __init__(self, plane: DataPlaneClient) -> None:
+    def __init__(self, plane: MemoryDataPlane) -> None:
         self.plane = plane
         self.calls: list[str] = []
         self._is_due: Callable[[str], bool] = lambda name: False
@@ -74,7 +88,7 @@ def silence(name: str) -> DataPlaneTimeout:
 
 
 def apply_until(
-    plane: DataPlaneClient, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], where: Where
+    plane: MemoryDataPlane, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], where: Where
 ) -> None:
     """Let as much of a call take effect as had happened when it failed there."""
     if where == "after":
@@ -84,6 +98,30 @@ def apply_until(
     elif where == "during" and name == "clear_samples":
         keys, partition = args
         plane.clear_samples(keys[: (len(keys) + 1) // 2], partition)
+    elif where == "during" and name == "reserve_samples":
+        keys, partition = args
+        plane.reserve_samples(keys[: (len(keys) + 1) // 2], partition)
+    elif where == "during" and name == "store_samples":
+        reserved, columns = args
+        half = (len(reserved.sample_ids) + 1) // 2
+        plane.store_samples(first_of(reserved, half), {name: column[:half] for name, column in columns.items()})
+    elif where == "during" and name == "announce_samples":
+        stored, tags = args
+        for index, row in plane._reserved(stored.reservation).items():
+            row.tags.update(tags[index])
+    elif where == "during" and name == "release_samples":
+        (reserved,) = args
+        plane.release_samples(first_of(reserved, (len(reserved.sample_ids) + 1) // 2))
+
+
+def first_of(reserved: Reservation, count: int) -> Reservation:
+    """The reservation of the first so many of its rows."""
+    return replace(
+        reserved,
+        sample_ids=reserved.sample_ids[:count],
+        numbers=reserved.numbers[:count],
+        tags=reserved.tags[:count],
+    )
 
 
 def _put_half(

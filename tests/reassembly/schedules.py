@@ -5,11 +5,13 @@ by the answers it had so far, and it can be brought there again by giving it the
 makes finalizers and plane together a graph, which is walked depth first:
 
     state       what the plane holds + the answers each finalizer had in its present try + failures left
-    transition  one call of one finalizer: it works, or fails before, during or after its effect
+    transition  one call of one finalizer: it works, or fails before, during or after its effect; or one
+                of a trainer, if there is one: it claims all rows that it can, then clears them
 
 A finalizer whose try raises a data-plane error, or answers with `cleanup_pending`, tries again from
-the start; one that answers without is done. A state in which all are done ends a schedule. A state that
-is reached in several ways is walked once, and all the schedules that lead through it are counted.
+the start; one that answers without is done. One that makes no call for a while is paused, so every pause
+is among the schedules. A state in which all are done, and the trainer has nothing to do, ends a schedule.
+A state that is reached in several ways is walked once, and all the schedules that lead through it are counted.
 
     Two finalizers of 5 calls each and no failure: 10! / (5! · 5!) = 252 schedules, if each always made 5.
 """
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
+from tests.captures import CANONICAL, STAGING
 from tests.reassembly.contents import Contents, whole_plane
 from tests.reassembly.crash_plane import CALLS, Where, apply_until, silence
 
@@ -35,7 +38,15 @@ Finalize = Callable[[Any], FinalizedGroup]
 MakePlane = Callable[[], MemoryDataPlane]
 """A fresh plane with the group's calls staged, the same each time."""
 
-WRITES = ("put_samples", "clear_samples")
+WRITES = (
+    "put_samples",
+    "clear_samples",
+    "reserve_samples",
+    "store_samples",
+    "announce_samples",
+    "release_samples",
+    "claim_meta",
+)
 
 
 class Call(NamedTuple):
@@ -96,6 +107,15 @@ class State(NamedTuple):
     plane: int
     places: tuple[Place, ...]
     failures_left: int
+    claimed: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()
+
+
+class Contained(NamedTuple):
+    """All that a plane holds: what can be read of it, and what tells it from another that reads alike."""
+
+    visible: dict[str, Contents]
+    hidden: str
 
 
 @dataclass
@@ -105,13 +125,22 @@ class Explored:
     schedules: int = 0
     states: int = 0
     effects: int = 0
-    ends: list[tuple[dict[str, Contents], list[FinalizedGroup]]] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
+
+
+class End(NamedTuple):
+    """What a schedule leaves: the plane, the finalizers' answers, and what the trainer has claimed in all."""
+
+    contents: dict[str, Contents]
+    answers: list[FinalizedGroup]
+    claimed: tuple[str, ...]
 
 
 class Explorer:
     """All schedules of `finalizers` finalizers of one request, with up to `failures` failing calls.
 
-    `check` sees every content that the plane has in any of them.
+    `check` sees every content that the plane has in any of them. With a `trainer` rows are claimed and cleared as
+    soon as they can be, or any time later.
     """
 
     def __init__(
@@ -121,12 +150,14 @@ class Explorer:
         *,
         finalizers: int = 2,
         failures: int = 0,
+        trainer: bool = False,
         check: Callable[[dict[str, Contents]], None] = lambda contents: None,
     ) -> None:
         self._make_plane = make_plane
         self._finalize = finalize
         self._finalizers = finalizers
         self._failures = failures
+        self._trainer = trainer
         self._check = check
         self._values: list[Any] = []
         self._numbers: dict[str, int] = {}
@@ -140,22 +171,24 @@ class Explorer:
     def explore(self) -> Explored:
         first = State(self._plane_after([]), (Place(),) * self._finalizers, self._failures)
         schedules = self._count(first, [])
-        ends = {(end.plane, end.places) for end in self._ends}
+        ends = {(end.plane, end.places, end.claimed) for end in self._ends}
         return Explored(
             schedules,
             len(self._schedules),
             len(self._effects),
-            [(self._values[plane], [self._values[place.done or 0] for place in places]) for plane, places in ends],
+            [
+                End(self._values[plane].visible, [self._values[place.done or 0] for place in places], claimed)
+                for plane, places, claimed in ends
+            ],
         )
 
     def _count(self, state: State, trail: list[str]) -> int:
         """The number of schedules from this state on; `trail` is one way that led here."""
         if state not in self._schedules:
-            if all(place.done is not None for place in state.places):
+            steps = [*self._steps(state, trail), *self._trainers_step(state, trail)]
+            if not steps:
                 self._ends.add(state)
-                self._schedules[state] = 1
-            else:
-                self._schedules[state] = sum(self._count(*step) for step in self._steps(state, trail))
+            self._schedules[state] = sum(self._count(*step) for step in steps) if steps else 1
         return self._schedules[state]
 
     def _steps(self, state: State, trail: list[str]) -> Iterator[tuple[State, list[str]]]:
@@ -172,7 +205,25 @@ class Explorer:
                 plane, answer = self._effect(state.plane, call, how)
                 places = list(state.places)
                 places[actor] = self._place_after((*place.heard, answer), longer)
-                yield State(plane, tuple(places), state.failures_left - (how != "works")), longer
+                failures_left = state.failures_left - (how != "works")
+                yield state._replace(plane=plane, places=tuple(places), failures_left=failures_left), longer
+
+    def _trainers_step(self, state: State, trail: list[str]) -> Iterator[tuple[State, list[str]]]:
+        if not self._trainer:
+            return
+        if state.held:
+            call = self._numbered(Call("clear_samples", (list(state.held), CANONICAL), {}))
+            plane, _ = self._effect(state.plane, call, "works")
+            yield state._replace(plane=plane, held=()), [*trail, "trainer: clears"]
+            return
+        call = self._numbered(Call("claim_meta", (CANONICAL, "trainer", ["input_ids"], 100), {}))
+        plane, answer = self._effect(state.plane, call, "works")
+        held = tuple(self._values[answer].sample_ids)
+        if held:
+            again = set(held) & set(state.claimed)
+            assert not again, f"{sorted(again)} can be claimed twice, after {trail}"
+            claimed = tuple(sorted((*state.claimed, *held)))
+            yield state._replace(plane=plane, claimed=claimed, held=held), [*trail, "trainer: claims"]
 
     def _place_after(self, heard: tuple[int, ...], trail: list[str]) -> Place:
         outcome = self._outcome(heard, trail)
@@ -188,14 +239,16 @@ class Explorer:
             try:
                 self._outcomes[heard] = self._finalize(_Script([self._values[number] for number in heard]))
             except _Paused as paused:
-                number = self._calls.setdefault(pickle.dumps(paused.call), len(self._calls))
-                self._outcomes[heard] = paused.call._replace(number=number)
+                self._outcomes[heard] = self._numbered(paused.call)
             except DataPlaneError as error:
                 self._outcomes[heard] = error
             except Exception as error:
                 raise AssertionError(f"an error that no finalizer may raise, after {trail}") from error
         outcome: Call | FinalizedGroup | DataPlaneError = self._outcomes[heard]
         return outcome
+
+    def _numbered(self, call: Call) -> Call:
+        return call._replace(number=self._calls.setdefault(pickle.dumps(call), len(self._calls)))
 
     def _effect(self, plane: int, call: Call, how: str) -> tuple[int, int]:
         """The numbers of the plane after this call, and of what the call answers."""
@@ -224,11 +277,12 @@ class Explorer:
 
     def _plane_after(self, writes: list[Write]) -> int:
         """The number of the content that these writes make of a fresh plane."""
-        contents = whole_plane(self._rebuilt(writes))
+        plane = self._rebuilt(writes)
+        contents = Contained(whole_plane(plane), _hidden(plane))
         number = self._number(contents)
         if number not in self._writes:
             self._writes[number] = writes
-            self._check(contents)
+            self._check(contents.visible)
         return number
 
     def _number(self, value: Any) -> int:
@@ -238,6 +292,17 @@ class Explorer:
             self._numbers[key] = len(self._values)
             self._values.append(value)
         return self._numbers[key]
+
+
+def _hidden(plane: MemoryDataPlane) -> str:
+    """Numbers, claims, and values that were not announced."""
+    rows = {
+        (name, key): (row.number, sorted(row.claimed_by), {column: repr(cell) for column, cell in row.stored.items()})
+        for name, partition in plane._partitions.items()
+        if name != STAGING
+        for key, row in partition.rows.items()
+    }
+    return repr((plane._numbered, rows))
 
 
 class SteppedPlane:

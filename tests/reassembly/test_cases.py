@@ -565,7 +565,7 @@ def test_a_put_that_raises_in_the_middle_is_mended_by_the_same_request():
     undisturbed = memory_plane()
     stage(undisturbed, *rollouts)
     plane = CrashPlane(inner)
-    plane.fail("put_samples", where="during")
+    plane.fail("reserve_samples", where="during")
     with pytest.raises(DataPlaneTimeout):
         finalize(plane, rollouts)
     assert 0 < len(inner.list_samples(CANONICAL)) < 4

@@ -144,7 +144,7 @@ def test_a_route_read_that_times_out_is_no_missing_fragment(direct: Pipeline) ->
 
 
 def test_a_row_written_again_without_a_plan_has_no_plan(deferred: Pipeline) -> None:
-    """`[1]|[2]` with routes is published and the finalizer dies; what is asked for then is `[1]|[3]`, without any.
+    """`[1]|[2]` with routes is stored and the finalizer dies; what is asked for then is `[1]|[3]`, without any.
 
     The first plan fits the second row by its length: kept as its tag, it would route token 3 as token 2.
     """
@@ -153,7 +153,7 @@ def test_a_row_written_again_without_a_plan_has_no_plan(deferred: Pipeline) -> N
     second = rollout.call([1], [3])
     deferred.stage(rollout)
     plane = CrashPlane(deferred.plane)
-    plane.fail("put_samples", where="after")
+    plane.fail("store_samples", where="after")
     with pytest.raises(DataPlaneTimeout):
         deferred.over(plane).finalize([rollout], receipts=[rollout.receipt(first)])
     answer = deferred.finalize([rollout], receipts=[rollout.receipt(second)])
@@ -179,7 +179,7 @@ def test_a_direct_group_is_two_reads_one_publication_one_clear_and_its_record(di
     reassembler = over.reassembler()
     counter.reset()
     answer = over.finalize(rollouts, reassembler=reassembler)
-    assert counter.traffic().calls == {"base_read": 1, "route_read": 1, "record": 2, "publish": 1, "clear": 1}
+    assert counter.traffic().calls == {"base_read": 1, "route_read": 1, "record": 2, "publish": 2, "clear": 1}
     counter.reset()
     over.batch(answer)
     assert counter.traffic().calls == {f"get_tags:{direct.canonical}": 1, f"get_samples:{direct.canonical}": 1}
@@ -193,7 +193,7 @@ def test_a_deferred_group_reads_no_route_until_the_trainer_does(deferred: Pipeli
     reassembler = over.reassembler()
     counter.reset()
     answer = over.finalize(rollouts, reassembler=reassembler)
-    assert counter.traffic().calls == {"base_read": 1, "record": 2, "publish": 1, "clear": 1}
+    assert counter.traffic().calls == {"base_read": 1, "record": 2, "publish": 2, "clear": 1}
     assert counter.traffic().bytes_read < routes_bytes / 4
     counter.reset()
     batch = over.batch(answer, model_shape=(8, 8))

@@ -207,7 +207,7 @@ def test_what_a_group_asks_of_the_queue(pipeline: Pipeline, group_id: str) -> No
     counter.reset()
     answer = over.finalize(rollouts, group_id=group_id, reassembler=reassembler)
     route_reads = {"route_read": 1} if pipeline.mode == "direct" else {}
-    assert counter.traffic().calls == {"base_read": 1, "record": 2, "publish": 1, "clear": 1} | route_reads
+    assert counter.traffic().calls == {"base_read": 1, "record": 2, "publish": 2, "clear": 1} | route_reads
     assert all(np.array_equal(row, expected(SOUND)) for row in over.routes(answer))
 
 

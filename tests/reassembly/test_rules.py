@@ -297,6 +297,10 @@ def test_rule_5_rows_are_cleared_only_after_publication_is_durable():
             self.steps.append(f"put {partition_id}")
             return answer
 
+        def announce_samples(self, stored: Any, tags: Any = None) -> None:
+            super().announce_samples(stored, tags)
+            self.steps.append(f"announce {stored.reservation.partition_id}")
+
         def clear_samples(self, sample_ids: Any, partition_id: str) -> None:
             self.steps.append(f"clear {partition_id}")
             super().clear_samples(sample_ids, partition_id)
@@ -305,7 +309,7 @@ def test_rule_5_rows_are_cleared_only_after_publication_is_durable():
     stage(registered(plane), *rollouts)
     Ordered.steps.clear()
     finalize(plane, rollouts)
-    assert Ordered.steps == [f"put {CANONICAL}", f"put {RECORDS}", f"clear {STAGING}"]
+    assert Ordered.steps == [f"put {RECORDS}", f"announce {CANONICAL}", f"clear {STAGING}"]
 
 
 @pytest.mark.parametrize("receipt", [None, "unreadable", {}, {"rollout_id": "other"}, 7], ids=repr)
@@ -355,7 +359,9 @@ def test_rule_6_a_programming_error_raises_names_the_group_and_leaves_staging(st
         with pytest.raises(KeyError, match="a bug of ours") as caught:
             finalize(plane, rollouts)
     assert any("group 'g'" in note for note in caught.value.__notes__)
-    assert whole_plane(plane) == before
+    after = whole_plane(plane)
+    assert (after[STAGING], after[RECORDS]) == (before[STAGING], before[RECORDS])
+    assert plane.get_samples(["g_g0", "g_g1"], CANONICAL, partial=True).sample_ids == []
     assert finalize(plane, rollouts).valid_row_count == 2
 
 
@@ -420,8 +426,8 @@ def test_rule_9_a_deadline_that_passed_says_which_call_which_keys_and_after_how_
     """The deadlines are the adapters'; what they say must reach the caller whole."""
 
     class Late(MemoryDataPlane):
-        def get_tags(self, sample_ids: Any, partition_id: str) -> Any:
-            raise DataPlaneTimeout("no answer", call="get_tags", partition=partition_id, keys=sample_ids, seconds=15)
+        def reserve_samples(self, sample_ids: Any, partition_id: str, **look_up: Any) -> Any:
+            raise DataPlaneTimeout("no answer", call="reserve", partition=partition_id, keys=sample_ids, seconds=15)
 
     plane, rollouts = Late(), group(2)
     stage(registered(plane), *rollouts)
@@ -435,6 +441,6 @@ def test_rule_9_a_deadline_that_passed_says_which_call_which_keys_and_after_how_
             fallback_weight_version=0,
             prompt_idx=0,
         )
-    assert (caught.value.call, caught.value.partition, caught.value.keys) == ("get_tags", RECORDS, ("g",))
+    assert (caught.value.call, caught.value.partition, caught.value.keys) == ("reserve", CANONICAL, ("g_g0", "g_g1"))
     assert caught.value.seconds == 15
     assert isinstance(caught.value.__cause__, DataPlaneTimeout)

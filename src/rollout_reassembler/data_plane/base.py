@@ -91,6 +91,32 @@ class SampleBatch:
             yield sample_id, {name: column[index] for name, column in self.columns.items()}
 
 
+@dataclass(frozen=True)
+class Reservation:
+    """Rows that have their numbers, and perhaps no values yet.
+
+    `numbers[i]` is the plane's own name of row `i` for as long as the row lives: a row that is written under
+    the same key after it was cleared has another one. `tags[i]` are those that the row had (`{}` for a new
+    one). `is_readable` tells that all rows hold values. `looked_up` are the tags of the key that was looked up
+    with them, `None` where it is unknown.
+    """
+
+    partition_id: str
+    sample_ids: tuple[str, ...]
+    numbers: tuple[int, ...]
+    tags: tuple[Tags, ...]
+    is_readable: bool
+    looked_up: Tags | None = None
+
+
+@dataclass(frozen=True)
+class StoredSamples:
+    """Values that are stored under their rows' numbers; `news` is what the adapter needs to announce them."""
+
+    reservation: Reservation
+    news: Any = None
+
+
 @runtime_checkable
 class DataPlaneClient(Protocol):
     """A connection to a data plane. Safe to share between threads of one process."""
@@ -123,6 +149,39 @@ class DataPlaneClient(Protocol):
         Raises `ValueError` for an empty or repeated key or columns of another length, and before
         anything is written.
         """
+
+    def reserve_samples(
+        self, sample_ids: Sequence[str], partition_id: str, *, look_up: tuple[str, str] | None = None
+    ) -> Reservation:
+        """Number these rows, creating those that are not there, then look up the tags of one more key.
+
+        The first step of a put in three, whose caller may be held up for as long as it likes between two:
+
+            reserved = client.reserve_samples(ids, "train", look_up=("train.groups", "g0"))
+            stored = client.store_samples(reserved, columns)      # nobody can read or claim them
+            client.announce_samples(stored, tags)                 # from here on all can
+
+        Rows that somebody cleared meanwhile stay cleared, however late the values come: the number is the
+        token that fences them. `look_up` is a partition and a key of it, looked up after the rows were
+        numbered: who finds nothing there has the same numbers as everybody else who does.
+        Rows may be cleared only once they were announced.
+        """
+
+    def store_samples(self, reservation: Reservation, fields: Mapping[str, Column]) -> StoredSamples:
+        """Store values of reserved rows; nobody reads or claims them until they are announced.
+
+        Raises `SchemaViolation` before anything is written. A row that is readable already may be
+        overwritten in place.
+        """
+
+    def announce_samples(self, stored: StoredSamples, tags: Sequence[Tags] | None = None) -> None:
+        """Set the tags of stored rows and make their values readable, all of them or none.
+
+        Rows that have another number by now, or none, are left as they are, and what was stored for them goes.
+        """
+
+    def release_samples(self, reservation: Reservation) -> None:
+        """Remove those of the rows that still have the number that was reserved."""
 
     def get_samples(
         self,

@@ -24,13 +24,22 @@ from uuid import uuid4
 import numpy as np
 
 from rollout_reassembler.contract.errors import (
+    DataPlaneError,
     DataPlaneUnavailable,
     PartitionNotRegistered,
     RowsMissing,
     SchemaViolation,
 )
 from rollout_reassembler.contract.messages import KVBatchMeta
-from rollout_reassembler.data_plane.base import Column, FieldSpec, SampleBatch, Schema, Tags
+from rollout_reassembler.data_plane.base import (
+    Column,
+    FieldSpec,
+    Reservation,
+    SampleBatch,
+    Schema,
+    StoredSamples,
+    Tags,
+)
 from rollout_reassembler.data_plane.columns import (
     CheckedColumn,
     checked_columns,
@@ -48,11 +57,16 @@ _QUIESCED_SECONDS = Deadlines().quiesced
 
 @dataclass
 class _Row:
-    """One row: its cells by column (bytes, read-only arrays, numpy scalars) and its tags."""
+    """One row: its number, its cells by column (bytes, read-only arrays, numpy scalars) and its tags.
 
+    `stored` are cells that were not announced yet.
+    """
+
+    number: int
     cells: dict[str, Any] = field(default_factory=dict)
     tags: Tags = field(default_factory=dict)
     claimed_by: set[str] = field(default_factory=set)
+    stored: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,6 +86,7 @@ class MemoryDataPlane:
         self._partitions: dict[str, _Partition] = {}
         self._is_closed = False
         self._epoch = uuid4().hex
+        self._numbered = 0
 
     def register_partition(
         self,
@@ -115,11 +130,61 @@ class MemoryDataPlane:
                 raise ValueError("a put writes columns, tags, or both; got neither")
             frozen = {name: _frozen(column) for name, column in columns.items()}
             for index, key in enumerate(keys):
-                row = partition.rows.setdefault(key, _Row())
+                row = self._row(partition, key)
                 row.cells.update({name: column[index] for name, column in frozen.items()})
                 if new_tags is not None:
                     row.tags.update(new_tags[index])
         return KVBatchMeta(partition_id=partition_id, sample_ids=keys, fields=list(columns) or None, tags=new_tags)
+
+    def reserve_samples(
+        self, sample_ids: Sequence[str], partition_id: str, *, look_up: tuple[str, str] | None = None
+    ) -> Reservation:
+        keys = checked_sample_ids(sample_ids)
+        with self._gate.writing("reserve_samples", partition_id, keys, _QUIESCED_SECONDS), self._lock:
+            partition = self._partition("reserve_samples", partition_id)
+            companion = self._partition("reserve_samples", look_up[0]).rows if look_up else {}
+            rows = [self._row(partition, key) for key in keys]
+            found = companion.get(look_up[1]) if look_up else None
+            return Reservation(
+                partition_id=partition_id,
+                sample_ids=tuple(keys),
+                numbers=tuple(row.number for row in rows),
+                tags=tuple(_copied(row.tags) for row in rows),
+                is_readable=all(row.cells for row in rows),
+                looked_up=_copied(found.tags) if found else None,
+            )
+
+    def store_samples(self, reservation: Reservation, fields: Mapping[str, Column]) -> StoredSamples:
+        partition_id, keys = reservation.partition_id, reservation.sample_ids
+        with self._gate.writing("store_samples", partition_id, keys, _QUIESCED_SECONDS), self._lock:
+            partition = self._partition("store_samples", partition_id)
+            columns = checked_columns(fields, partition.schema, len(keys), partition_id)
+            frozen = {name: _frozen(column) for name, column in columns.items()}
+            for index, row in self._reserved(reservation).items():
+                cells = {name: column[index] for name, column in frozen.items()}
+                (row.cells or row.stored).update(cells)
+        return StoredSamples(reservation)
+
+    def announce_samples(self, stored: StoredSamples, tags: Sequence[Tags] | None = None) -> None:
+        partition_id, keys = stored.reservation.partition_id, stored.reservation.sample_ids
+        new_tags = checked_tags(tags, len(keys))
+        with self._gate.writing("announce_samples", partition_id, keys, _QUIESCED_SECONDS), self._lock:
+            reserved = self._reserved(stored.reservation)
+            if not all(row.cells or row.stored for row in reserved.values()):
+                what = "nothing is stored for these rows: a checkpoint was loaded meanwhile"
+                raise DataPlaneError(what, call="announce_samples", partition=partition_id, keys=keys)
+            for index, row in reserved.items():
+                row.cells.update(row.stored)
+                row.stored = {}
+                if new_tags is not None:
+                    row.tags.update(new_tags[index])
+
+    def release_samples(self, reservation: Reservation) -> None:
+        partition_id, keys = reservation.partition_id, reservation.sample_ids
+        with self._gate.writing("release_samples", partition_id, keys, _QUIESCED_SECONDS), self._lock:
+            rows = self._partition("release_samples", partition_id).rows
+            for index in self._reserved(reservation):
+                del rows[keys[index]]
 
     def get_samples(
         self,
@@ -213,6 +278,8 @@ class MemoryDataPlane:
             self._refuse_closed("load_checkpoint", directory)
             snapshot, metadata = read_snapshot(Path(directory))
             self._partitions = {name: _restored(partition) for name, partition in snapshot.items()}
+            restored = [row.number for partition in self._partitions.values() for row in partition.rows.values()]
+            self._numbered = max([self._numbered, *restored])
             self._epoch = uuid4().hex
             return metadata
 
@@ -236,12 +303,32 @@ class MemoryDataPlane:
             )
         return partition
 
+    def _row(self, partition: _Partition, key: str) -> _Row:
+        """The key's row; a new one has a number that no row had before."""
+        row = partition.rows.get(key)
+        if row is None:
+            self._numbered += 1
+            row = partition.rows[key] = _Row(self._numbered)
+        return row
+
+    def _reserved(self, reservation: Reservation) -> dict[int, _Row]:
+        """Those rows, by their place in the reservation, that still have the number they were given."""
+        rows = self._partition("reserve_samples", reservation.partition_id).rows
+        places = enumerate(zip(reservation.sample_ids, reservation.numbers, strict=True))
+        return {at: row for at, (key, number) in places if (row := rows.get(key)) and row.number == number}
+
     def _snapshot(self) -> dict[str, Any]:
         return {
             name: {
                 "schema": {column: [spec.dtype, spec.rank] for column, spec in partition.schema.items()},
                 "rows": [
-                    {"key": key, "tags": row.tags, "claimed_by": sorted(row.claimed_by), "cells": row.cells}
+                    {
+                        "key": key,
+                        "number": row.number,
+                        "tags": row.tags,
+                        "claimed_by": sorted(row.claimed_by),
+                        "cells": row.cells,
+                    }
                     for key, row in partition.rows.items()
                 ],
             }
@@ -251,7 +338,9 @@ class MemoryDataPlane:
 
 def _restored(snapshot: Mapping[str, Any]) -> _Partition:
     schema = {name: FieldSpec(dtype, rank) for name, (dtype, rank) in snapshot["schema"].items()}
-    rows = {row["key"]: _Row(row["cells"], row["tags"], set(row["claimed_by"])) for row in snapshot["rows"]}
+    rows = {
+        row["key"]: _Row(row["number"], row["cells"], row["tags"], set(row["claimed_by"])) for row in snapshot["rows"]
+    }
     return _Partition(schema, rows)
 
 

@@ -5,17 +5,19 @@ The steps, what a crash just after each one leaves, and who mends it:
     1 admit     receipts parsed and checked          nothing yet
     2 fetch     one read of all staged calls         nothing; the same request starts over
     3 prove     rows against receipts, in memory     nothing; the same request starts over
-    4 look up   is the group on record?              nothing; if it is: answer from it, go to 7
-    5 publish   N rows under their sample ids        rows, maybe some only; staging is whole, so the
-                                                     same request writes the same rows again
-    6 record    the answer, durably                  rows and record; staged rows are left over:
-                                                     the same request, or `sweep`, clears them
-    7 clear     the group's own staged rows          clean
+    4 reserve   N rows numbered; on record?          N keys without values; the same request has the same
+                if it is: answer from it, go to 8    numbers
+    5 store     values under the numbers             values that nobody can read; the same request stores
+                                                     the same ones
+    6 record    the answer and the numbers           all there, nothing readable; the same request announces
+    7 announce  the rows, to readers                 rows and record; staged rows are left over: the same
+                                                     request, or `sweep`, clears them
+    8 clear     the group's own staged rows          clean
 
-Staging is cleared only behind a record, so a request that finds rows missing finds, in step 4, the
-record of whoever cleared them: good rows are never replaced by placeholders. Rows that are missing
-without a record, and that went with another plane, are `PlaneLost` (`lost.py`). Where the caller gave
-them up (`accept_lost`) the record says so, and the same request takes its place once all rows are staged
+Steps 4 to 7 are those of `publication.py`. Staging is cleared only behind a record, so a request that finds
+rows missing finds the record of whoever cleared them: good rows are never replaced by placeholders. Rows that
+are missing without a record, and that went with another plane, are `PlaneLost` (`lost.py`). Where the caller
+gave them up (`accept_lost`) the record says so, and the same request takes its place once all rows are staged
 again. Two finalizers of one request at a time write the same bytes in every step. A request that
 differs from the recorded one is a `GroupConflict`.
 
@@ -38,7 +40,6 @@ from typing import Any
 from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
 from rollout_reassembler.contract.errors import (
     DataPlaneError,
-    GroupConflict,
     InvalidRoutePlan,
     InvalidStagedCall,
     VerificationError,
@@ -52,17 +53,15 @@ from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.reassembly.admission import (
     Rejection,
     admit,
-    difference,
     fingerprint_of,
-    may_meet_another,
     reads_nothing,
-    refuse_held_samples,
 )
 from rollout_reassembler.reassembly.cleanup import clear_group
-from rollout_reassembler.reassembly.group_record import GroupRecord, GroupRecords
+from rollout_reassembler.reassembly.group_record import GroupRecords
 from rollout_reassembler.reassembly.lost import lacks_rows, refuse_lost_rows
 from rollout_reassembler.reassembly.metrics import group_metrics
 from rollout_reassembler.reassembly.phases import Phases
+from rollout_reassembler.reassembly.publication import CanonicalRows, Offer, Publisher
 from rollout_reassembler.reassembly.route_plan import RoutePlan, plan_routes
 from rollout_reassembler.reassembly.routed_rows import (
     PlanTag,
@@ -139,6 +138,7 @@ class RolloutReassembler:
         self._seen_shape: LayersAndTopK | None = None
         self._source = StagingSource(dp_client, staging_partition=staging_partition)
         self._records = GroupRecords(dp_client, partition_id=partition_id)
+        self._publisher = Publisher(dp_client, self._records, partition_id=partition_id)
 
     def finalize_rollout(self, rollout_id: str, receipt: Any, *, reward: float | None) -> FinalizedRollout:
         """Prove one rollout. Publishes and clears nothing.
@@ -232,36 +232,21 @@ class RolloutReassembler:
         if self._direct_routes:
             with phases("routes"):
                 rollouts = self._with_routes(rollouts)
-        with phases("record"):
-            recorded = self._records.lookup(request.group_id)
-        is_other = recorded is not None and recorded.fingerprint != fingerprint
-        if recorded is not None and is_other and not recorded.is_unread:
-            what = difference(recorded.fingerprint, fingerprint)
-            raise GroupConflict(
-                f"group {request.group_id!r} was finalized before, by a request that differs in {what}; "
-                "give this one a group id of its own"
-            )
-        if recorded is None and not request.accept_lost:
-            refuse_lost_rows(self._client, self._staging_partition, rollouts, admitted, request.staged_on)
+        lacks = lacks_rows(rollouts)
+        if lacks and not request.accept_lost:
+            with phases("record"):
+                is_known = self._records.lookup(request.group_id) is not None
+            if not is_known:
+                refuse_lost_rows(self._client, self._staging_partition, rollouts, admitted, request.staged_on)
         is_unread = reads_nothing(admitted, rollouts)
-        if recorded is None and may_meet_another(request):
-            with phases("record"):
-                held = self._client.get_tags(request.canonical_sample_ids or (), self._partition_id)
-            refuse_held_samples(request, held)
-        if recorded is None or is_other or (recorded.is_lost and not lacks_rows(rollouts)):
-            with phases("assemble"):
-                plan_tags = route_plan_tags(rollouts) if self._deferred_routes else [{} for _ in rollouts]
-                answer = self._answer(request, admitted, rollouts, plan_tags)
-            _log_rejections(request.group_id, rollouts)
-            if recorded is not None:
-                # Placeholders that a trainer has claimed would keep it from claiming the rows.
-                self._client.clear_samples(request.canonical_sample_ids, self._partition_id)
-            self._publish(request, rollouts, answer, plan_tags, phases)
-            with phases("record"):
-                is_lost = request.accept_lost and lacks_rows(rollouts)
-                self._records.write(request.group_id, GroupRecord(fingerprint, answer, is_lost, is_unread))
-        else:
-            answer = recorded.answer
+        offer = Offer(
+            request,
+            fingerprint,
+            rows=lambda: self._canonical_rows(request, admitted, rollouts, phases),
+            lacks_rows=lacks,
+            is_unread=is_unread,
+        )
+        answer = self._publisher.publish(offer, phases)
         if is_unread:
             pending = tuple(f"{rollout_id}/*" for rollout_id in request.rollout_ids)
         else:
@@ -383,15 +368,17 @@ class RolloutReassembler:
             rejections={r.rollout_id: r.rejection_reason for r in rollouts if r.rejection_reason},
         )
 
-    def _publish(
+    def _canonical_rows(
         self,
         request: ReassemblyRequest,
+        admitted: Sequence[RolloutReceipt | Rejection],
         rollouts: Sequence[FinalizedRollout],
-        answer: FinalizedGroup,
-        plan_tags: Sequence[PlanTag],
         phases: Phases,
-    ) -> None:
+    ) -> CanonicalRows:
+        """The group as it is published; what was rejected is told to people."""
         with phases("assemble"):
+            plan_tags = route_plan_tags(rollouts) if self._deferred_routes else [{} for _ in rollouts]
+            answer = self._answer(request, admitted, rollouts, plan_tags)
             columns = canonical_columns(
                 rollouts,
                 pad_token_id=self._pad_token_id,
@@ -402,8 +389,8 @@ class RolloutReassembler:
                 with_routes=self._direct_routes,
             )
             tags = [{**tag, **extra} for tag, extra in zip(answer.meta.tags or [], plan_tags, strict=True)]
-        with phases("publish"):
-            self._client.put_samples(answer.meta.sample_ids, self._partition_id, columns, tags)
+        _log_rejections(request.group_id, rollouts)
+        return CanonicalRows(answer, columns, tags)
 
     def _done_with(self, rollout: FinalizedRollout) -> tuple[str, ...]:
         """The rollout's proven staged rows that nobody needs once the group is on record.

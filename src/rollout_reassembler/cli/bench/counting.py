@@ -10,14 +10,18 @@ import numpy as np
 
 from rollout_reassembler.cli.bench.figures import Traffic
 from rollout_reassembler.contract.messages import KVBatchMeta
-from rollout_reassembler.data_plane.base import Column, DataPlaneClient, SampleBatch, Tags
+from rollout_reassembler.data_plane.base import Column, DataPlaneClient, Reservation, SampleBatch, StoredSamples, Tags
 from rollout_reassembler.staging.schema import EXTRAS_FIELD
 
 BASE_READ, ROUTE_READ, PUBLISH, RECORD, CLEAR = "base_read", "route_read", "publish", "record", "clear"
+_PUBLISHING = ("put_samples", "store_samples", "announce_samples")
 
 
 class CallCounter:
-    """Calls by kind, and bytes. A kind is one of the five above, or the method and partition of any other call."""
+    """Calls by kind, and bytes. A kind is one of the five above, or the method and partition of any other call.
+
+    A reservation counts as one of the record, which it looks up.
+    """
 
     def __init__(self, *, staging_partition: str, partition_id: str) -> None:
         self._staging = staging_partition
@@ -48,8 +52,10 @@ class CallCounter:
             return ROUTE_READ if EXTRAS_FIELD in fields else BASE_READ
         if partition == self._staging and method == "clear_samples":
             return CLEAR
-        if partition == self._canonical and method == "put_samples":
+        if partition == self._canonical and method in _PUBLISHING:
             return PUBLISH
+        if partition == self._canonical and method == "reserve_samples":
+            return RECORD
         if partition.startswith(f"{self._canonical}."):
             return RECORD
         return f"{method}:{partition}"
@@ -72,6 +78,25 @@ class CountingPlane:
         self._counter.count("put_samples", partition_id)
         self._counter.count_written(fields or {})
         return self._inner.put_samples(sample_ids, partition_id, fields, tags)
+
+    def reserve_samples(
+        self, sample_ids: Sequence[str], partition_id: str, *, look_up: tuple[str, str] | None = None
+    ) -> Reservation:
+        self._counter.count("reserve_samples", partition_id)
+        return self._inner.reserve_samples(sample_ids, partition_id, look_up=look_up)
+
+    def store_samples(self, reservation: Reservation, fields: Mapping[str, Column]) -> StoredSamples:
+        self._counter.count("store_samples", reservation.partition_id)
+        self._counter.count_written(fields)
+        return self._inner.store_samples(reservation, fields)
+
+    def announce_samples(self, stored: StoredSamples, tags: Sequence[Tags] | None = None) -> None:
+        self._counter.count("announce_samples", stored.reservation.partition_id)
+        self._inner.announce_samples(stored, tags)
+
+    def release_samples(self, reservation: Reservation) -> None:
+        self._counter.count("release_samples", reservation.partition_id)
+        self._inner.release_samples(reservation)
 
     def get_samples(
         self,

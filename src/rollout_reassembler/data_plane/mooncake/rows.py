@@ -14,7 +14,7 @@ a memory host died with it. That is a failure of the plane, and never looks like
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,20 @@ class MooncakeRows(QueueRows):
     ) -> None:
         with _store_failures(call.site):
             super().put(call, partition, keys, columns, tags)
+
+    def store(
+        self, call: Call, partition: str, keys: list[str], numbers: list[int], columns: Mapping[str, QueueValues]
+    ) -> dict[str, Any]:
+        with _store_failures(call.site):
+            return super().store(call, partition, keys, numbers, columns)
+
+    def announce(self, call: Call, partition: str, news: dict[str, Any], tags: Mapping[int, Tags] | None) -> None:
+        with _store_failures(call.site):
+            super().announce(call, partition, news, tags)
+
+    def release(self, call: Call, partition: str, keys: list[str], numbers: Collection[int]) -> None:
+        with _store_failures(call.site):
+            super().release(call, partition, keys, numbers)
 
     def read(self, call: Call, partition: str, keys: list[str], names: list[str], *, partial: bool) -> RowsRead:
         with _store_failures(call.site):

@@ -36,7 +36,15 @@ from rollout_reassembler.contract.errors import (
 )
 from rollout_reassembler.contract.messages import KVBatchMeta
 from rollout_reassembler.data_plane.barrier import GATE_PARTITION, SharedGate
-from rollout_reassembler.data_plane.base import Column, FieldSpec, SampleBatch, Schema, Tags
+from rollout_reassembler.data_plane.base import (
+    Column,
+    FieldSpec,
+    Reservation,
+    SampleBatch,
+    Schema,
+    StoredSamples,
+    Tags,
+)
 from rollout_reassembler.data_plane.columns import (
     checked_columns,
     checked_sample_ids,
@@ -147,6 +155,46 @@ class TransferQueueDataPlane:
         with self._writing(site, self._deadlines.write) as call:
             self._rows.put(call, partition_id, keys, values, new_tags)
         return KVBatchMeta(partition_id=partition_id, sample_ids=keys, fields=list(columns) or None, tags=new_tags)
+
+    def reserve_samples(
+        self, sample_ids: Sequence[str], partition_id: str, *, look_up: tuple[str, str] | None = None
+    ) -> Reservation:
+        """As in `base.py`. One round trip."""
+        keys = checked_sample_ids(sample_ids)
+        site = CallSite("reserve_samples", partition_id, keys)
+        self._schema(site)
+        if look_up is not None:
+            self._schema(CallSite("reserve_samples", *look_up))
+        with self._writing(site, self._deadlines.metadata) as call:
+            return self._rows.reserve(call, partition_id, keys, look_up)
+
+    def store_samples(self, reservation: Reservation, fields: Mapping[str, Column]) -> StoredSamples:
+        """As in `base.py`. One round trip."""
+        keys, numbers = list(reservation.sample_ids), list(reservation.numbers)
+        site = CallSite("store_samples", reservation.partition_id, keys)
+        columns = checked_columns(fields, self._schema(site), len(keys), site.partition)
+        values = {name: to_queue(column, self._cells) for name, column in columns.items()}
+        with self._writing(site, self._deadlines.write) as call:
+            return StoredSamples(reservation, self._rows.store(call, site.partition, keys, numbers, values))
+
+    def announce_samples(self, stored: StoredSamples, tags: Sequence[Tags] | None = None) -> None:
+        """As in `base.py`. One round trip; three more where rows were cleared meanwhile."""
+        reserved = stored.reservation
+        keys = list(reserved.sample_ids)
+        new_tags = checked_tags(tags, len(keys))
+        merged = None
+        if new_tags is not None:
+            rows = zip(reserved.numbers, reserved.tags, new_tags, strict=True)
+            merged = {number: {**old, **new} for number, old, new in rows}
+        site = CallSite("announce_samples", reserved.partition_id, keys)
+        with self._writing(site, self._deadlines.write) as call:
+            self._rows.announce(call, site.partition, stored.news, merged)
+
+    def release_samples(self, reservation: Reservation) -> None:
+        keys = list(reservation.sample_ids)
+        site = CallSite("release_samples", reservation.partition_id, keys)
+        with self._writing(site, self._deadlines.clear) as call:
+            self._rows.release(call, site.partition, keys, frozenset(reservation.numbers))
 
     def get_samples(
         self,

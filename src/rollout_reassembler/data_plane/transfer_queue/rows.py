@@ -1,12 +1,15 @@
 """What one call does on the wire. Each step is a round trip, so each step is here for a reason.
 
     put    1 number the keys (creates them)   2 values to the store   3 tags; then: the values are there
+           or the same in three calls, 1 reserve (a look-up comes along)   2 store   3 announce
     get    1 number the keys                  2 values from the store
     clear  1 number the keys   2 hide them from readers   3 drop the values   4 drop the numbers
     tags   1 number the keys (their tags come along)
 
 The two requests of a put's last step are on their way together: the controller serves what comes down one
-socket in its order.
+socket in its order. So it does a reservation's numbering and look-up, and an announcement with the
+question behind it whose its numbers are now: those of rows that were cleared meanwhile are nobody's, no key
+leads to them, and what was written for them is taken back.
 
 The controller numbers rows with *global indexes*, and hands an index out again once its row was
 cleared. It answers a question about keys without saying which of them it does not know, and it
@@ -21,7 +24,8 @@ another one replaced is missing, never returned under the wrong key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +33,11 @@ from typing import Any
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.utils.zmq_utils import ZMQRequestType
 
-from rollout_reassembler.data_plane.base import Tags
+from rollout_reassembler.data_plane.base import Reservation, Tags
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
 from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_queue, save_queue
 from rollout_reassembler.data_plane.transfer_queue.epoch import is_mark, new_epoch, read_epoch, write_epoch
-from rollout_reassembler.data_plane.transfer_queue.sockets import Call, QueueSockets, Reply, all_bodies
+from rollout_reassembler.data_plane.transfer_queue.sockets import Call, QueueSockets, Refusal, Reply, all_bodies
 from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore, ValueStore
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, field_schema
 
@@ -43,6 +47,8 @@ OWNER = "__owner__"
 _OWN_PARTITIONS = "rollout_reassembler."
 _SET_ASIDE = "rollout_reassembler.set_aside"
 _SET_ASIDE_AT_ONCE = 8192
+
+_REFUSED = "the controller refused the columns: their types do not fit those of earlier rows"
 
 _READ_ATTEMPTS = 20
 """How often a read starts over because rows were written or cleared while it ran."""
@@ -85,9 +91,56 @@ class QueueRows:
         answers = all_bodies(news)
         if owned:
             if not answers[-1]["success"]:
-                what = "the controller refused the columns: their types do not fit those of earlier rows"
-                raise call.site.failed(what)
+                raise call.site.failed(_REFUSED)
             self._store.forget(call, meta, backend_meta)
+
+    def reserve(self, call: Call, partition: str, keys: list[str], look_up: tuple[str, str] | None) -> Reservation:
+        """Number the keys, then look up one more; both in one round trip, in this order."""
+        numbering = self._send_numbering(call, partition, keys, create=True)
+        looking = self._send_numbering(call, look_up[0], [look_up[1]], create=False) if look_up else None
+        meta: BatchMeta = numbering.body()["metadata"]
+        found: BatchMeta | None = looking.body()["metadata"] if looking else None
+        if len(meta) != len(keys):
+            raise call.site.failed(f"the controller numbered {len(meta)} of {len(keys)} rows")
+        return Reservation(
+            partition_id=partition,
+            sample_ids=tuple(keys),
+            numbers=tuple(meta.global_indexes),
+            tags=tuple(dict(tags) for tags in meta.custom_meta),
+            is_readable=OWNER in meta.field_names,
+            looked_up=dict(found.custom_meta[0]) if found is not None and len(found) else None,
+        )
+
+    def store(
+        self, call: Call, partition: str, keys: list[str], numbers: list[int], columns: Mapping[str, QueueValues]
+    ) -> dict[str, Any]:
+        """Write the columns of numbered rows; returns what the controller is to be told of them."""
+        owned = {**columns, OWNER: _owners(partition, keys)}
+        backend_meta = self._store.put(call, BatchMeta(numbers, [partition] * len(numbers)), owned)
+        return self._news(partition, numbers, owned, backend_meta)
+
+    def announce(self, call: Call, partition: str, news: dict[str, Any], tags: Mapping[int, Tags] | None) -> None:
+        """Set tags by number, then tell of the stored columns; take back what concerns rows that were cleared."""
+        request = ZMQRequestType.SET_CUSTOM_META
+        tagged = [self._send(call, request, {"partition_custom_meta": {partition: dict(tags)}})] if tags else []
+        told = self._send(call, ZMQRequestType.NOTIFY_DATA_UPDATE, news)
+        numbers = news["global_indexes"]
+        question = {"global_indexes": numbers, "partition_id": partition}
+        asked = self._send(call, ZMQRequestType.KV_RETRIEVE_KEYS, question)
+        *_, announced, answer = all_bodies([*tagged, told, asked])
+        if not announced["success"]:
+            raise call.site.failed(_REFUSED)
+        owners = answer["keys"] or [None] * len(numbers)
+        gone = [number for number, owner in zip(numbers, owners, strict=True) if owner is None]
+        if gone:
+            self._take_back(call, partition, gone, news["custom_backend_meta"])
+
+    def release(self, call: Call, partition: str, keys: list[str], numbers: Collection[int]) -> None:
+        """Drop the rows of those keys that have these numbers."""
+        meta = self._found(call, partition, keys)
+        positions = [position for position, number in enumerate(meta.global_indexes) if number in numbers]
+        if positions:
+            self._drop(call, meta.select_samples(positions))
 
     def read(self, call: Call, partition: str, keys: list[str], names: list[str], *, partial: bool) -> RowsRead:
         """The columns of the keys that can be read (each named once), in their order.
@@ -143,8 +196,10 @@ class QueueRows:
         again; the rows are hidden from readers by then.
         """
         meta = self._found(call, partition, keys)
-        if len(meta) == 0:
-            return
+        if len(meta) > 0:
+            self._drop(call, meta)
+
+    def _drop(self, call: Call, meta: BatchMeta) -> None:
         rows = {"global_indexes": meta.global_indexes, "partition_ids": meta.partition_ids}
         self._ask(call, ZMQRequestType.MARK_CLEARING, rows)
         self._store.clear(call, meta)
@@ -225,9 +280,11 @@ class QueueRows:
 
     def _meta_of(self, call: Call, partition: str, keys: list[str], *, create: bool = False) -> BatchMeta:
         """Numbers, tags and common columns of those rows that are there, or of all once they are created."""
+        return self._send_numbering(call, partition, keys, create=create).body()["metadata"]
+
+    def _send_numbering(self, call: Call, partition: str, keys: list[str], *, create: bool) -> Reply:
         question = {"keys": keys, "partition_id": partition, "create": create}
-        request = ZMQRequestType.KV_RETRIEVE_META
-        return self._ask(call, request, question)["metadata"]
+        return self._send(call, ZMQRequestType.KV_RETRIEVE_META, question)
 
     def _announce(
         self,
@@ -241,14 +298,32 @@ class QueueRows:
 
         The queue's own client only logs when this fails, and its put then looks like a success.
         """
-        schema = {name: field_schema(values, global_indexes) for name, values in columns.items()}
-        news = {
+        news = self._news(partition, global_indexes, columns, backend_meta)
+        return self._send(call, ZMQRequestType.NOTIFY_DATA_UPDATE, news)
+
+    def _news(
+        self,
+        partition: str,
+        global_indexes: list[int],
+        columns: Mapping[str, QueueValues],
+        backend_meta: Mapping[int, Any],
+    ) -> dict[str, Any]:
+        """What the controller is told of values that are stored."""
+        return {
             "partition_id": partition,
             "global_indexes": global_indexes,
-            "field_schema": schema,
+            "field_schema": {name: field_schema(values, global_indexes) for name, values in columns.items()},
             "custom_backend_meta": dict(backend_meta),
         }
-        return self._send(call, ZMQRequestType.NOTIFY_DATA_UPDATE, news)
+
+    def _take_back(self, call: Call, partition: str, numbers: list[int], cells: Mapping[int, Any]) -> None:
+        """Drop values and traces of numbers that belong to no key any more, as long as no other row has them."""
+        partitions = [partition] * len(numbers)
+        stray = BatchMeta(numbers, partitions, _custom_backend_meta=[cells.get(number, {}) for number in numbers])
+        self._store.clear(call, stray)
+        # Refused once all else is done, where it is to free numbers that are free.
+        with suppress(Refusal):
+            self._ask(call, ZMQRequestType.CLEAR_META, {"global_indexes": numbers, "partition_ids": partitions})
 
     def _send_tags(self, call: Call, partition: str, meta: BatchMeta, tags: Sequence[Tags]) -> Reply:
         """Merge into the tags that came with `meta`. Two clients that tag one row at a time may lose a tag."""
