@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import zmq
 
 import rollout_reassembler as rr
 from rollout_reassembler.capture import CallRecorder, CaptureLedger
@@ -25,6 +26,9 @@ from tests.captures import MadeRollout, chain, finalize, memory_plane
 
 Names = dict[str, Any]
 MODEL_SHAPE = (48, 8)
+
+_CONTEXTS: list[zmq.Context[Any]] = []
+"""Kept to the end of the process: one that goes waits for its sockets."""
 
 
 @dataclass
@@ -172,6 +176,19 @@ def ledger_world() -> Names:
     }
 
 
+def plane_world() -> Names:
+    client = registered()
+    client.register_partition("train.groups", {})
+    columns = {"input_ids": [np.arange(3)], "total_reward": [1.0]}
+    return {"client": client, "directory": "checkpoint", "ids": ["g0_g0"], "columns": columns, "tags": [{}]}
+
+
+def keys_world() -> Names:
+    context = zmq.Context()
+    _CONTEXTS.append(context)
+    return {"router": context.socket(zmq.ROUTER), "dealer": context.socket(zmq.DEALER)}
+
+
 def gate_world() -> Names:
     written: list[int] = []
     return {
@@ -225,8 +242,9 @@ WORLDS: dict[str, Callable[[], Names]] = {
     "rollout_reassembler.capture.ledger": ledger_world,
     "rollout_reassembler.capture.recorder": recorder_world,
     "rollout_reassembler.contract.model_shape": lambda: {"sink": sink_of(registered())},
-    "rollout_reassembler.data_plane.base": lambda: {"client": registered(), "directory": "checkpoint"},
+    "rollout_reassembler.data_plane.base": plane_world,
     "rollout_reassembler.data_plane.gate": gate_world,
+    "rollout_reassembler.data_plane.transfer_queue.keys": keys_world,
     "rollout_reassembler.reassembly.reassembler": group_world,
     "rollout_reassembler.reassembly.sweep": sweep_world,
     "rollout_reassembler.staging.sink": sink_world,
