@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollout_reassembler import GroupRecords, sweep_staging
-from rollout_reassembler.contract.errors import DataPlaneError, RequestError
+from rollout_reassembler.contract.errors import CheckpointDamaged, DataPlaneError, RequestError
 from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.data_plane.base import FieldSpec
 from rollout_reassembler.data_plane.checkpoint import MANIFEST, read_manifest
@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_names_its_file_and_changes_nothing(
 ) -> None:
     manifest = read_manifest(copy)
     match = damage(copy)
-    with pytest.raises(DataPlaneError, match=match):
+    with pytest.raises(CheckpointDamaged, match=match):
         live.plane.load_checkpoint(str(copy))
     assert whole_plane(live.plane) == live.contents
     assert not any(live.plane._mooncake.store.are_there([saved.name for saved in manifest.objects]))
