@@ -90,6 +90,7 @@ class Publisher:
         Raises `GroupConflict` when the record is that of another request, `PlaneLost` when its rows were never
         announced and can't be put together again.
         """
+        has_released = False
         while True:
             with phases("record"):
                 look_up = (self._records.partition_id, offer.group_id)
@@ -106,10 +107,12 @@ class Publisher:
                 raise
             if replaces:
                 placeholders = _those(reserved, set(recorded.numbers))
-                if not placeholders.numbers:
+                # A plane without numbers set aside gives those that were released again.
+                if has_released or not placeholders.numbers:
                     return self._write(offer, reserved, phases)
                 with phases("publish"):
                     self._client.release_samples(placeholders)
+                has_released = True
                 continue
             if reserved.numbers == recorded.numbers and not reserved.is_readable:
                 return self._complete(offer, reserved, recorded, phases)
