@@ -362,6 +362,7 @@ def test_a_log_line_of_an_agents_text_is_one_line_and_short(caplog):
         (("x", None), ("y", ["x_g0"])),
         (("g", ["g_g0_g0"]), ("g_g0", None)),
         (("x", ["same"]), ("y", ["same"])),
+        (("y", ["x_g0"]), ("x", None)),
     ],
     ids=str,
 )

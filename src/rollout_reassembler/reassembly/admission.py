@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,18 +77,6 @@ def difference(recorded: str, here: str) -> str:
         return ", ".join([*settings, *(name for name in now["parts"] if then["parts"][name] != now["parts"][name])])
     except (ValueError, TypeError, KeyError):  # written by another version: that much differs
         return "contents"
-
-
-_LIKE_A_DEFAULT = re.compile(r"_g\d+\Z")
-
-
-def may_meet_another(request: ReassemblyRequest) -> bool:
-    """Whether the group's sample ids are not its own by form: given ones, and defaults that read as given ones do.
-
-    Only these are looked up (`refuse_held_samples`); a group with the default ids of a plain group id asks nothing.
-    """
-    defaults = tuple(f"{request.group_id}_g{i}" for i in range(len(request.rollout_ids)))
-    return request.canonical_sample_ids != defaults or bool(_LIKE_A_DEFAULT.search(request.group_id))
 
 
 def refuse_held_samples(request: ReassemblyRequest, held: Sequence[Mapping[str, Any] | None]) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from rollout_reassembler.contract.errors import GroupConflict, PlaneLost
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest
 from rollout_reassembler.data_plane.base import Column, DataPlaneClient, Reservation, Tags
-from rollout_reassembler.reassembly.admission import difference, may_meet_another, refuse_held_samples
+from rollout_reassembler.reassembly.admission import difference, refuse_held_samples
 from rollout_reassembler.reassembly.group_record import GroupRecord, GroupRecords
 from rollout_reassembler.reassembly.phases import Phases
 
@@ -97,8 +97,7 @@ class Publisher:
                 reserved = self._client.reserve_samples(offer.sample_ids, self._partition_id, look_up=look_up)
                 recorded = self._records.decode(offer.group_id, reserved.looked_up)
             if recorded is None:
-                if may_meet_another(offer.request):
-                    refuse_held_samples(offer.request, reserved.tags)
+                refuse_held_samples(offer.request, reserved.tags)
                 return self._write(offer, reserved, phases)
             try:
                 replaces = offer.may_replace(recorded)
