@@ -29,3 +29,10 @@ def test_a_cluster_without_a_controller_is_a_clear_error_in_seconds() -> None:
     report = _run("no_controller", 120)
     assert report["error"] == "DataPlaneUnavailable"
     assert "bootstrap" in report["text"]
+
+
+def test_a_pool_whose_ray_was_shut_down_says_so_and_closes() -> None:
+    """What an actor had in hand, what waited for it, what comes after, and what comes once Ray is there again."""
+    report = _run("shut_down", 180)
+    for outcome in (report[name] for name in ("in_hand", "waiting", "after", "anew")):
+        assert outcome.startswith("PoolClosed: group '") and "Ray was shut down since this pool was made" in outcome

@@ -261,13 +261,15 @@ class ReassemblerPool:
             if done:
                 return answer.result()
             # Ray does not end what was asked of it before it was shut down.
-            self._refuse_without_ray(request.group_id)
+            if not self._has_ray():
+                await self._wake_waiting()
+                self._refuse_without_ray(request.group_id)
         raise RequestDeadlineExceeded(
             f"group {request.group_id!r} was not finalized within {self._deadline_s:g} s of reaching an actor"
         )
 
     def _has_ray(self) -> bool:
-        return self._ray is not None and _ray_session() == self._ray
+        return _ray_session() == self._ray
 
     def _refuse_without_ray(self, group_id: str) -> None:
         """Ray would start another cluster for a call that comes after its shutdown, and not find the actor there."""
@@ -290,6 +292,7 @@ class ReassemblerPool:
             seat = self._free_seat()
             if self._closing:
                 raise PoolClosed(f"group {group_id!r}: the pool was closed while it waited for an actor")
+            self._refuse_without_ray(group_id)
             if seat is None:
                 raise RequestCrashedActor(f"group {group_id!r}: all actors of the pool are dead; start others")
             seat.requests += 1
@@ -299,7 +302,8 @@ class ReassemblerPool:
 
     def _is_decided(self) -> bool:
         """Whether one that waits has a seat, or will never have one."""
-        return self._closing or self._free_seat() is not None or all(seat.is_dead for seat in self._seats)
+        is_hopeless = self._closing or not self._has_ray() or all(seat.is_dead for seat in self._seats)
+        return is_hopeless or self._free_seat() is not None
 
     def _free_seat(self) -> _Seat | None:
         free = [seat for seat in self._seats if seat.requests < self._in_flight_per_actor and not seat.is_dead]
@@ -344,9 +348,12 @@ def _outcome_of(on_error: OnError) -> Callable[[_Submitted], FinalizedGroup | Fa
     return outcome
 
 
-def _ray_session() -> str | None:
-    """Which connection to Ray this process has; another one after each `ray.init()`."""
-    return ray.get_runtime_context().get_worker_id() if ray.is_initialized() else None
+def _ray_session() -> tuple[str, str] | None:
+    """Which connection to Ray this process has: cluster and job. Either one alone comes again after `ray.init()`."""
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_session_name(), context.get_job_id()
 
 
 async def _answer(actor: ray.actor.ActorHandle[Any], request: ReassemblyRequest, max_bytes: int) -> FinalizedGroup:
