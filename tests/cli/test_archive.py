@@ -25,6 +25,7 @@ from rollout_reassembler.data_plane import durable
 from rollout_reassembler.data_plane.durable import replacing_file, replacing_folder
 from tests.captures import chain
 from tests.cli.conftest import Run
+from tests.hostile_receipts import HOSTILE, is_json
 
 OUTPUTS = {"rows.parquet", "groups.jsonl", "summary.json"}
 
@@ -188,10 +189,11 @@ class TestBadRows:
         run(archive, tmp_path / "out")
         assert set(rejections(tmp_path / "out")) == {"g0/r0", "g0/r1", "g1/r1"}
 
-    @pytest.mark.parametrize("receipt", [5, "text", [], {}, {"rollout_id": "g0/r0", "input_ids": [1]}])
-    def test_a_receipt_that_is_none(self, archive: Path, tmp_path: Path, receipt: Any) -> None:
+    @pytest.mark.parametrize("name", [name for name in HOSTILE if is_json(HOSTILE[name](chain("r").receipt()))])
+    def test_a_hostile_receipt(self, archive: Path, tmp_path: Path, name: str) -> None:
         lines = (archive / RECEIPTS_FILE).read_text().splitlines()
-        lines[1] = json.dumps({**json.loads(lines[1]), "receipt": receipt})
+        line = json.loads(lines[1])
+        lines[1] = json.dumps({**line, "receipt": HOSTILE[name](line["receipt"])})
         (archive / RECEIPTS_FILE).write_text("\n".join(lines))
         run(archive, tmp_path / "out")
         assert rejections(tmp_path / "out")["g0/r0"] == "invalid_receipt"
