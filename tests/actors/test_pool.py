@@ -18,8 +18,9 @@ import torch
 import rollout_reassembler as rr
 from rollout_reassembler.actors.rollout_reassembler_actor import _ReassemblerProcess
 from rollout_reassembler.contract.errors import PoolClosed, RequestCrashedActor, RequestDeadlineExceeded
+from rollout_reassembler.staging.places import place_of
 from tests.actors.conftest import Site
-from tests.actors.groups import assert_rows_proven, request_of, stage_group, stage_groups_elsewhere
+from tests.actors.groups import assert_rows_proven, request_of, rollouts_of, stage_group, stage_groups_elsewhere
 
 
 class _Moody(_ReassemblerProcess):
@@ -160,6 +161,25 @@ def test_a_group_over_the_budget_is_told_its_size_and_the_setting(site: Site, ac
         r"group 'g285' has \d+ bytes of metadata \(4 rollouts, 12 calls\), more than max_rpc_bytes=4096; raise "
         r"ReceiptBounds.max_rpc_bytes in RolloutReassemblerActorConfig.bounds and in that of ReassemblerPool",
         str(caught.value),
+    )
+
+
+@pytest.mark.slow
+def test_a_group_of_64_rollouts_of_500_calls_goes_through_where_the_bound_says_so(site: Site) -> None:
+    made = rollouts_of(286, rollouts=64, turns=500)
+    request = request_of(286, made)
+    stage_group(site.plane, site.config.staging_partition, 286, made)
+    bounds = rr.ReceiptBounds(max_rpc_bytes=64 << 20)
+    config = dataclasses.replace(site.config, bounds=bounds)
+    actors = rr.create_rollout_reassembler_actors(site.dp_config, config, num_workers=1)
+    with rr.ReassemblerPool(actors) as refuses, pytest.raises(rr.RpcPayloadError, match="64 rollouts, 32000 calls"):
+        refuses.submit(request)
+    actors = rr.create_rollout_reassembler_actors(site.dp_config, config, num_workers=1)
+    with rr.ReassemblerPool(actors, bounds=bounds) as pool:
+        answer = pool.submit(request).result(300)
+    assert answer.valid_row_count == 64
+    assert (
+        site.plane.get_tags([place_of(call) for call in made[0].calls], site.config.staging_partition) == [None] * 500
     )
 
 
