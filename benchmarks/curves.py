@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollout_reassembler.cli.bench.arm import CANONICAL, PAD_TOKEN_ID, STAGING
-from rollout_reassembler.cli.bench.figures import Spread
-from rollout_reassembler.cli.bench.ours import OursArm
-from rollout_reassembler.cli.bench.run import BenchPlane, open_client
-from rollout_reassembler.cli.bench.shapes import SHAPES, MadeGroup, Shape, make_group
-from rollout_reassembler.cli.planes import open_plane
+from rollout_reassembler.bench.arm import CANONICAL, PAD_TOKEN_ID, STAGING
+from rollout_reassembler.bench.figures import Spread
+from rollout_reassembler.bench.ours import OursArm
+from rollout_reassembler.bench.run import BenchPlane, open_client
+from rollout_reassembler.bench.shapes import SHAPES, MadeGroup, Shape, make_group
 from rollout_reassembler.contract.messages import RolloutReassemblerActorConfig
 from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.files.planes import open_plane
 
 Progress = Callable[[str], None]
 

@@ -20,7 +20,7 @@ import typer
 from plots import plot_curve, plot_phases
 from rich.console import Console
 
-from rollout_reassembler.cli.bench.report import PHASE_ORDER
+from rollout_reassembler.bench.report import PHASE_ORDER
 
 DOCS = Path(__file__).parent.parent / "docs"
 SHAPES = ("small", "agentic", "long")

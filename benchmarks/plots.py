@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from rollout_reassembler.cli.bench.report import PHASE_ORDER
+from rollout_reassembler.bench.report import PHASE_ORDER
 
 _INK, _SOFT, _GRID = "#1f4e79", "#9aa7b3", "#e3e7eb"
 _PHASE_COLORS = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]

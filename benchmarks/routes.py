@@ -28,9 +28,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rollout_reassembler.cli.bench.figures import Spread
-from rollout_reassembler.cli.bench.machine import peak_growth_bytes
-from rollout_reassembler.cli.bench.run import BenchPlane, open_client
+from rollout_reassembler.bench.figures import Spread
+from rollout_reassembler.bench.machine import peak_growth_bytes
+from rollout_reassembler.bench.run import BenchPlane, open_client
 from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.contract.records import CallRecord, RolloutReceipt, StagedCall, seal_call
 from rollout_reassembler.contract.routed_experts import route_extras

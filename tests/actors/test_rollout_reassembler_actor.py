@@ -16,7 +16,7 @@ import torch
 
 import rollout_reassembler as rr
 from rollout_reassembler.actors import rollout_reassembler_actor as module
-from rollout_reassembler.trainer.exports import rows_table
+from rollout_reassembler.files.exports import rows_table
 from tests.actors.conftest import Site
 from tests.actors.groups import assert_rows_proven, request_of, rollouts_of, stage_group
 from tests.captures import chain, memory_plane

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollout_reassembler.cli.app import app
-from rollout_reassembler.cli.archive import RECEIPTS_FILE, STAGED_FILE, read_archive
+from rollout_reassembler.files.archive import RECEIPTS_FILE, STAGED_FILE, read_archive
 from tests.captures import chain
 
 

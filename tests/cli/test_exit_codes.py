@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout_reassembler.cli.archive import RECEIPTS_FILE
 from rollout_reassembler.cli.doctor import Finding, verdict
 from rollout_reassembler.cli.faults import EXIT_CODES, ExitCode
-from tests.cli.conftest import Run
+from rollout_reassembler.files.archive import RECEIPTS_FILE
+from tests.conftest import Run
 
 EXTRAS = ("jinja2", "matplotlib", "mooncake", "pyarrow", "ray", "tensordict", "tokenizers", "torch", "transfer_queue")
 PLAIN = (*EXTRAS, "transformers", "zmq")

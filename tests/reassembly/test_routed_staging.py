@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_reassembler.cli.bench.counting import CallCounter, counted
+from rollout_reassembler.bench.counting import CallCounter, counted
 from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout
 from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.contract.routed_experts import ROUTES_KEY, encode_routed_experts, route_extras

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
-from rollout_reassembler.cli.bench.counting import counted
+from rollout_reassembler.bench.counting import counted
 from rollout_reassembler.contract.routed_experts import ROUTES_KEY, encode_routed_experts, route_extras
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.memory import MemoryDataPlane

@@ -273,7 +273,7 @@ def _open_plane_world(cluster: Cluster) -> Names:
 CLUSTER_WORLDS: dict[str, Callable[[Cluster], Names]] = {
     "rollout_reassembler.actors.pool": _pool_world,
     "rollout_reassembler.actors.rollout_reassembler_actor": _actors_world,
-    "rollout_reassembler.cli.planes": _open_plane_world,
+    "rollout_reassembler.files.planes": _open_plane_world,
     "rollout_reassembler.data_plane.transfer_queue.client": lambda cluster: {"cfg": cluster.dp_config},
 }
 """Modules whose docstrings show a cluster: they run on the session's queue."""

@@ -1,1 +1,1 @@
-"""Floor 5: reassemblers as Ray actors, and the pool that feeds them."""
+"""Reassemblers as Ray actors, and the pool that feeds them."""

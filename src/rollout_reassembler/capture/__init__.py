@@ -1,4 +1,4 @@
-"""Floor 3: capture, from a model call to a receipt.
+"""Capture, from a model call to a receipt.
 
     agent ── messages ──▶ ledger.admit ── CaptureAdmission ──▶ recorder.begin_call ──▶ engine
     agent ◀── answer ──── ledger.record ◀── CommitCoords ───── recorder.complete_call ◀──┘

@@ -88,7 +88,7 @@ def demo(
     Writes summary.json and exits with 1 if the proof fails.
     """
     with feature("reassemble demo", extra="demo"):
-        from rollout_reassembler.examples.demo.run import DemoSettings, run_demo
+        from rollout_reassembler.demo.run import DemoSettings, run_demo
 
     settings = DemoSettings(out=out, plane=plane.value, workers=workers, groups=groups, rollouts=rollouts, calls=calls)
     if not run_demo(settings, seed=seed, keep=keep, console=console):
@@ -232,9 +232,9 @@ def bench(
 
     A quick look: `reassemble bench --shape small --plane memory`.
     """
-    from rollout_reassembler.cli.bench.report import print_report, write_report
-    from rollout_reassembler.cli.bench.run import BenchSettings, CannotMeasure, run_bench
-    from rollout_reassembler.cli.bench.shapes import SHAPES
+    from rollout_reassembler.bench.report import print_report, write_report
+    from rollout_reassembler.bench.run import BenchSettings, CannotMeasure, run_bench
+    from rollout_reassembler.bench.shapes import SHAPES
     from rollout_reassembler.data_plane.durable import replacing_file
 
     settings = BenchSettings(SHAPES[shape.value], plane.value, repeat=repeat, reference=reference, seed=seed)

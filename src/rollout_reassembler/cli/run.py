@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from rollout_reassembler.cli.archive import RECEIPTS_FILE, STAGED_FILE, Archive, read_archive
-from rollout_reassembler.cli.planes import CANONICAL, STAGING, OpenPlane, PlaneName, open_plane
-from rollout_reassembler.cli.report import groups_table, rejection_counts
 from rollout_reassembler.contract.messages import FinalizedGroup, RolloutReassemblerActorConfig
 from rollout_reassembler.data_plane.durable import replacing_folder
-from rollout_reassembler.trainer.exports import export_rows
+from rollout_reassembler.files.archive import RECEIPTS_FILE, STAGED_FILE, Archive, read_archive
+from rollout_reassembler.files.exports import export_rows
+from rollout_reassembler.files.planes import CANONICAL, STAGING, OpenPlane, PlaneName, open_plane
+from rollout_reassembler.files.tables import groups_table, rejection_counts
 
 ROWS_FILE = "rows.parquet"
 GROUPS_FILE = "groups.jsonl"

@@ -1,1 +1,1 @@
-"""Floor 0: what crosses process boundaries. Records, digests, messages, errors; numpy and pydantic alone."""
+"""What crosses process boundaries. Records, digests, messages, errors; numpy and pydantic alone."""

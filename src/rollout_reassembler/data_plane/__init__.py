@@ -1,1 +1,1 @@
-"""Floor 1: where rows live between processes. One protocol, one config, one adapter a store."""
+"""Where rows live between processes. One protocol, one config, one adapter a store."""

@@ -1,1 +1,1 @@
-"""Floor 4: receipts and staged calls in, proven rows out."""
+"""Receipts and staged calls in, proven rows out."""

@@ -1,1 +1,1 @@
-"""Floor 2: a staged call as a row of the data plane, both ways."""
+"""A staged call as a row of the data plane, both ways."""

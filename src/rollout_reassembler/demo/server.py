@@ -22,9 +22,9 @@ import numpy as np
 
 from rollout_reassembler.capture import CallRecorder, CaptureLedger, OpenCall
 from rollout_reassembler.contract.routed_experts import BOUNDARY_KEY, ROUTES_KEY, encode_routed_experts
-from rollout_reassembler.examples.demo.agents import Reply
-from rollout_reassembler.examples.demo.policy import DemoPolicy, Generation, Session, TokenIds
-from rollout_reassembler.examples.demo.tokenizer import Message
+from rollout_reassembler.demo.agents import Reply
+from rollout_reassembler.demo.policy import DemoPolicy, Generation, Session, TokenIds
+from rollout_reassembler.demo.tokenizer import Message
 
 MAX_NEW_TOKENS = 48
 

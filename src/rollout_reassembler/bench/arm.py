@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from rollout_reassembler.cli.bench.figures import Traffic
-from rollout_reassembler.cli.bench.shapes import MadeGroup
+from rollout_reassembler.bench.figures import Traffic
+from rollout_reassembler.bench.shapes import MadeGroup
 from rollout_reassembler.contract.records import StagedCall
 
 STAGING = "bench-staging"

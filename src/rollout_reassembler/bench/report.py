@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rollout_reassembler.cli.bench.figures import ArmFigures, BenchReport
+from rollout_reassembler.bench.figures import ArmFigures, BenchReport
 
 PHASE_ORDER = (
     *("guard", "admit", "fetch", "decode", "verify", "routes", "assemble"),

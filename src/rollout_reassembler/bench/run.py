@@ -20,8 +20,8 @@ from typing import Literal
 
 import numpy as np
 
-from rollout_reassembler.cli.bench.arm import Arm, PublishedRow
-from rollout_reassembler.cli.bench.figures import (
+from rollout_reassembler.bench.arm import Arm, PublishedRow
+from rollout_reassembler.bench.figures import (
     ArmFigures,
     BenchReport,
     GroupRun,
@@ -30,10 +30,10 @@ from rollout_reassembler.cli.bench.figures import (
     Traffic,
     Workload,
 )
-from rollout_reassembler.cli.bench.machine import machine_facts, measure_hash_limit, peak_growth_bytes
-from rollout_reassembler.cli.bench.ours import OursArm
-from rollout_reassembler.cli.bench.shapes import MadeGroup, Shape, make_group
-from rollout_reassembler.cli.bench.staging import staging_group, staging_rates
+from rollout_reassembler.bench.machine import machine_facts, measure_hash_limit, peak_growth_bytes
+from rollout_reassembler.bench.ours import OursArm
+from rollout_reassembler.bench.shapes import MadeGroup, Shape, make_group
+from rollout_reassembler.bench.staging import staging_group, staging_rates
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig
@@ -271,8 +271,8 @@ def _require_reference() -> None:
 
 
 def _reference_arm(plane: BenchPlane, *, tuned: bool) -> Arm:
-    from rollout_reassembler.cli.bench.reference import ReferenceArm
-    from rollout_reassembler.cli.bench.reference_rows import HeldRows, QueueRows
+    from rollout_reassembler.bench.reference import ReferenceArm
+    from rollout_reassembler.bench.reference_rows import HeldRows, QueueRows
 
     return ReferenceArm(HeldRows() if plane == "memory" else QueueRows(), tuned=tuned)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rollout_reassembler.cli.bench.arm import CANONICAL, PAD_TOKEN_ID, STAGING, PhaseClock, PublishedRow
-from rollout_reassembler.cli.bench.counting import counted
-from rollout_reassembler.cli.bench.figures import Traffic
-from rollout_reassembler.cli.bench.shapes import MadeGroup
+from rollout_reassembler.bench.arm import CANONICAL, PAD_TOKEN_ID, STAGING, PhaseClock, PublishedRow
+from rollout_reassembler.bench.counting import counted
+from rollout_reassembler.bench.figures import Traffic
+from rollout_reassembler.bench.shapes import MadeGroup
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest
 from rollout_reassembler.contract.records import StagedCall
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout_reassembler.cli.bench.figures import HashLimit, MachineFacts
-from rollout_reassembler.cli.bench.shapes import MadeGroup
+from rollout_reassembler.bench.figures import HashLimit, MachineFacts
+from rollout_reassembler.bench.shapes import MadeGroup
 from rollout_reassembler.contract.bounds import parse_receipt
 from rollout_reassembler.reassembly.verify import prove_rollout
 from rollout_reassembler.staging.codec import pack_call, unpack_listed

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from statistics import median
 
-from rollout_reassembler.cli.bench.arm import Arm
-from rollout_reassembler.cli.bench.shapes import MadeGroup, Shape, make_group
+from rollout_reassembler.bench.arm import Arm
+from rollout_reassembler.bench.shapes import MadeGroup, Shape, make_group
 from rollout_reassembler.contract.records import StagedCall
 
 CONCURRENCY = (1, 64)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout_reassembler import KVBatchMeta, RowsMissing
-from rollout_reassembler.trainer.exports import _offsets, export_rows, rows_table
+from rollout_reassembler.files.exports import _offsets, export_rows, rows_table
 from tests.captures import CANONICAL, chain, finalize, memory_plane, stage
 from tests.route_captures import truth
 from tests.trainer.test_rows import put_row

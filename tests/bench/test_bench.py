@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from rollout_reassembler.bench import run as bench_run
+from rollout_reassembler.bench import staging
+from rollout_reassembler.bench.arm import CANONICAL, STAGING
+from rollout_reassembler.bench.counting import BASE_READ, CLEAR, PUBLISH, RECORD, ROUTE_READ, counted
+from rollout_reassembler.bench.machine import measure_hash_limit, peak_growth_bytes
+from rollout_reassembler.bench.ours import OursArm
+from rollout_reassembler.bench.run import BenchSettings, CannotMeasure, first_difference, run_bench
+from rollout_reassembler.bench.shapes import SHAPES, Shape, make_group
 from rollout_reassembler.cli.app import app
-from rollout_reassembler.cli.bench import run as bench_run
-from rollout_reassembler.cli.bench import staging
-from rollout_reassembler.cli.bench.arm import CANONICAL, STAGING
-from rollout_reassembler.cli.bench.counting import BASE_READ, CLEAR, PUBLISH, RECORD, ROUTE_READ, counted
-from rollout_reassembler.cli.bench.machine import measure_hash_limit, peak_growth_bytes
-from rollout_reassembler.cli.bench.ours import OursArm
-from rollout_reassembler.cli.bench.run import BenchSettings, CannotMeasure, first_difference, run_bench
-from rollout_reassembler.cli.bench.shapes import SHAPES, Shape, make_group
 from rollout_reassembler.contract.errors import DataPlaneUnavailable
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.staging.places import place_of
@@ -89,8 +89,8 @@ def test_the_counter_tells_routes_from_tokens_and_names_what_it_does_not_expect(
 
 def test_both_arms_publish_the_same_rows():
     importlib.import_module("nemo_gym.token_id_capture.staging")
-    from rollout_reassembler.cli.bench.reference import ReferenceArm
-    from rollout_reassembler.cli.bench.reference_rows import HeldRows
+    from rollout_reassembler.bench.reference import ReferenceArm
+    from rollout_reassembler.bench.reference_rows import HeldRows
 
     group = make_group(TINY)
     rows = []

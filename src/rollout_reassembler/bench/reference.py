@@ -28,11 +28,11 @@ from nemo_gym.token_id_capture.staging import (  # type: ignore[import-untyped]
 )
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout_reassembler.cli.bench.arm import CANONICAL, PAD_TOKEN_ID, STAGING, PhaseClock, PublishedRow
-from rollout_reassembler.cli.bench.counting import BASE_READ, CLEAR, PUBLISH
-from rollout_reassembler.cli.bench.figures import Traffic
-from rollout_reassembler.cli.bench.reference_rows import ReferenceRows
-from rollout_reassembler.cli.bench.shapes import MadeGroup
+from rollout_reassembler.bench.arm import CANONICAL, PAD_TOKEN_ID, STAGING, PhaseClock, PublishedRow
+from rollout_reassembler.bench.counting import BASE_READ, CLEAR, PUBLISH
+from rollout_reassembler.bench.figures import Traffic
+from rollout_reassembler.bench.reference_rows import ReferenceRows
+from rollout_reassembler.bench.shapes import MadeGroup
 from rollout_reassembler.contract.records import StagedCall
 
 T = TypeVar("T")

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from rollout_reassembler import FinalizedGroup, RolloutReassemblerActorConfig
-from rollout_reassembler.cli.archive import Archive, read_archive
-from rollout_reassembler.cli.planes import CANONICAL, STAGING, OpenPlane, open_plane
-from rollout_reassembler.examples.demo.policy import DemoPolicy
-from rollout_reassembler.examples.demo.proof import Proof, prove_rows
-from rollout_reassembler.examples.demo.run import DemoSettings, find_faults, run_demo
+from rollout_reassembler.demo.policy import DemoPolicy
+from rollout_reassembler.demo.proof import Proof, prove_rows
+from rollout_reassembler.demo.run import DemoSettings, find_faults, run_demo
+from rollout_reassembler.files.archive import Archive, read_archive
+from rollout_reassembler.files.planes import CANONICAL, STAGING, OpenPlane, open_plane
 from rollout_reassembler.reassembly import reassembler
 from rollout_reassembler.reassembly.verify import LinearizedRow
 

@@ -28,17 +28,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rollout_reassembler.capture import CallRecorder, CaptureLedger
-from rollout_reassembler.cli.archive import write_archive
-from rollout_reassembler.cli.planes import CANONICAL, STAGING, OpenPlane, PlaneName, open_plane
-from rollout_reassembler.cli.report import groups_table, rejection_counts
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
 from rollout_reassembler.contract.records import StagedCall, StageResult, staging_key
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.durable import make_folder, replacing_file
-from rollout_reassembler.examples.demo.agents import Answer, solve
-from rollout_reassembler.examples.demo.policy import DemoPolicy
-from rollout_reassembler.examples.demo.proof import MAX_LOGPROB_ERROR, Proof, prove_rows, retokenized_rollouts
-from rollout_reassembler.examples.demo.server import PolicyServer
+from rollout_reassembler.demo.agents import Answer, solve
+from rollout_reassembler.demo.policy import DemoPolicy
+from rollout_reassembler.demo.proof import MAX_LOGPROB_ERROR, Proof, prove_rows, retokenized_rollouts
+from rollout_reassembler.demo.server import PolicyServer
+from rollout_reassembler.files.archive import write_archive
+from rollout_reassembler.files.planes import CANONICAL, STAGING, OpenPlane, PlaneName, open_plane
+from rollout_reassembler.files.tables import groups_table, rejection_counts
 from rollout_reassembler.staging.codec import unpack_call
 from rollout_reassembler.staging.places import place
 from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rollout_reassembler.cli.bench.figures import Traffic
+from rollout_reassembler.bench.figures import Traffic
 from rollout_reassembler.contract.messages import KVBatchMeta
 from rollout_reassembler.data_plane.base import Column, DataPlaneClient, Reservation, SampleBatch, StoredSamples, Tags
 from rollout_reassembler.staging.schema import EXTRAS_FIELD

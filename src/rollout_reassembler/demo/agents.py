@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rollout_reassembler.examples.demo.tokenizer import Message
+from rollout_reassembler.demo.tokenizer import Message
 
 
 @dataclass(frozen=True)

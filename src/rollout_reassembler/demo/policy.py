@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rollout_reassembler.examples.demo.tokenizer import DemoTokenizer, build_tokenizer
+from rollout_reassembler.demo.tokenizer import DemoTokenizer, build_tokenizer
 
 TokenIds = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

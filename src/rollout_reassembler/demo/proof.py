@@ -16,9 +16,9 @@ import numpy as np
 from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.contract.routed_experts import MISSING_ROUTE
 from rollout_reassembler.data_plane.base import DataPlaneClient
-from rollout_reassembler.examples.demo.agents import Answer
-from rollout_reassembler.examples.demo.policy import DemoPolicy
-from rollout_reassembler.examples.demo.tokenizer import DemoTokenizer
+from rollout_reassembler.demo.agents import Answer
+from rollout_reassembler.demo.policy import DemoPolicy
+from rollout_reassembler.demo.tokenizer import DemoTokenizer
 from rollout_reassembler.reassembly.rows import ROUTES_FIELD
 
 MAX_LOGPROB_ERROR = 1e-4

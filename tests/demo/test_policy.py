@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pytest
 
-from rollout_reassembler.examples.demo.policy import EXPERTS, LAYERS, TOP_K, DemoPolicy, Generation, Session
-from rollout_reassembler.examples.demo.tokenizer import DemoTokenizer, build_tokenizer
+from rollout_reassembler.demo.policy import EXPERTS, LAYERS, TOP_K, DemoPolicy, Generation, Session
+from rollout_reassembler.demo.tokenizer import DemoTokenizer, build_tokenizer
 
 QUESTION = "What is 35 + 7?"
 SEEDS = (100, 200, 300, 400)
@@ -246,8 +246,7 @@ class TestTokenizer:
     def test_another_process_trains_the_same_ids(self, tokenizer):
         text = "São Paulo: 12.50 °C, status ok 🙂 <tool_call>"
         program = (
-            "from rollout_reassembler.examples.demo.tokenizer import build_tokenizer\n"
-            f"print(build_tokenizer().encode({text!r}))"
+            f"from rollout_reassembler.demo.tokenizer import build_tokenizer\nprint(build_tokenizer().encode({text!r}))"
         )
         other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert other.stdout.strip() == str(tokenizer.encode(text))

@@ -19,12 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout_reassembler import BadArchive
-from rollout_reassembler.cli.archive import RECEIPTS_FILE, STAGED_FILE, read_archive, write_archive
 from rollout_reassembler.cli.run import run_archive
 from rollout_reassembler.data_plane import durable
 from rollout_reassembler.data_plane.durable import replacing_file, replacing_folder
+from rollout_reassembler.files.archive import RECEIPTS_FILE, STAGED_FILE, read_archive, write_archive
 from tests.captures import chain
-from tests.cli.conftest import Run
+from tests.conftest import Run
 from tests.hostile_receipts import HOSTILE, is_json
 
 OUTPUTS = {"rows.parquet", "groups.jsonl", "summary.json"}
