@@ -12,23 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rollout_reassembler.cli.app import app
-from rollout_reassembler.cli.mooncake_host import parse_size
 
 COMMAND = [sys.executable, "-m", "rollout_reassembler", "mooncake-host"]
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("1", 1), ("1024", 1024), ("2KiB", 2048), ("512MiB", 512 << 20), ("1.5 GiB", 3 << 29), ("1tib", 1 << 40)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1GB", "1 2", "1e9", "0x10"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size"):
-        parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +31,7 @@ def test_what_cannot_be_is_said_in_a_line(arguments: list[str], says: str) -> No
     assert says in result.stderr
 
 
+@pytest.mark.mooncake
 def test_without_a_master_it_says_so() -> None:
     done = subprocess.run(
         [*COMMAND, "--master", "127.0.0.1:1"], capture_output=True, text=True, timeout=60, check=False

@@ -71,7 +71,7 @@ class PoolCounters:
 
 
 @dataclass
-class _Seat:
+class _Slot:
     """One actor and what it has in hand."""
 
     actor: ray.actor.ActorHandle[Any]
@@ -95,7 +95,7 @@ class ReassemblerPool:
     ) -> None:
         if not actors or in_flight_per_actor < 1 or max_pending < 1:
             raise ValueError("a pool needs at least one actor, one request in flight and one pending")
-        self._seats = [_Seat(actor) for actor in actors]
+        self._slots = [_Slot(actor) for actor in actors]
         self._in_flight_per_actor = in_flight_per_actor
         self._deadline_s = deadline_s
         self._owns_actors = owns_actors
@@ -110,7 +110,7 @@ class ReassemblerPool:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="reassembler-pool", daemon=True)
         self._thread.start()
-        self._seat_free = asyncio.Condition()
+        self._slot_free = asyncio.Condition()
 
     @property
     def counters(self) -> PoolCounters:
@@ -227,8 +227,8 @@ class ReassemblerPool:
         self._thread.join()
         self._loop.close()
         if self._owns_actors and self._has_ray():
-            for seat in self._seats:
-                ray.kill(seat.actor)
+            for slot in self._slots:
+                ray.kill(slot.actor)
 
     def __enter__(self) -> Self:
         return self
@@ -252,9 +252,9 @@ class ReassemblerPool:
 
     async def _dispatch(self, request: ReassemblyRequest) -> FinalizedGroup:
         calls = _manifest_size(request)
-        seat = await self._take_seat(calls, request.group_id)
-        answer = asyncio.ensure_future(_answer(seat.actor, request, self._bounds.max_rpc_bytes))
-        answer.add_done_callback(lambda done: asyncio.ensure_future(self._leave_seat(seat, calls, done)))
+        slot = await self._take_slot(calls, request.group_id)
+        answer = asyncio.ensure_future(_answer(slot.actor, request, self._bounds.max_rpc_bytes))
+        answer.add_done_callback(lambda done: asyncio.ensure_future(self._leave_slot(slot, calls, done)))
         deadline = self._loop.time() + self._deadline_s
         while (left := deadline - self._loop.time()) > 0:
             done, _ = await asyncio.wait([answer], timeout=min(left, _RAY_LOOK_S))
@@ -279,49 +279,49 @@ class ReassemblerPool:
                 "connect again, make actors and a pool, and send the request again"
             )
 
-    async def _take_seat(self, calls: int, group_id: str) -> _Seat:
-        async with self._seat_free:
+    async def _take_slot(self, calls: int, group_id: str) -> _Slot:
+        async with self._slot_free:
             while not self._is_decided():
                 answers = self._answers
                 try:
-                    await asyncio.wait_for(self._seat_free.wait_for(self._is_decided), self._deadline_s)
+                    await asyncio.wait_for(self._slot_free.wait_for(self._is_decided), self._deadline_s)
                 except TimeoutError as error:
                     if self._answers == answers:
                         what = f"waited for an actor, and none answered anything for {self._deadline_s:g} s"
                         raise RequestDeadlineExceeded(f"group {group_id!r} {what}") from error
-            seat = self._free_seat()
+            slot = self._free_slot()
             if self._closing:
                 raise PoolClosed(f"group {group_id!r}: the pool was closed while it waited for an actor")
             self._refuse_without_ray(group_id)
-            if seat is None:
+            if slot is None:
                 raise RequestCrashedActor(f"group {group_id!r}: all actors of the pool are dead; start others")
-            seat.requests += 1
-            seat.calls += calls
+            slot.requests += 1
+            slot.calls += calls
             self._counters.in_flight += 1
-            return seat
+            return slot
 
     def _is_decided(self) -> bool:
-        """Whether one that waits has a seat, or will never have one."""
-        is_hopeless = self._closing or not self._has_ray() or all(seat.is_dead for seat in self._seats)
-        return is_hopeless or self._free_seat() is not None
+        """Whether one that waits has a slot, or will never have one."""
+        is_hopeless = self._closing or not self._has_ray() or all(slot.is_dead for slot in self._slots)
+        return is_hopeless or self._free_slot() is not None
 
-    def _free_seat(self) -> _Seat | None:
-        free = [seat for seat in self._seats if seat.requests < self._in_flight_per_actor and not seat.is_dead]
-        return min(free, key=lambda seat: seat.calls, default=None)
+    def _free_slot(self) -> _Slot | None:
+        free = [slot for slot in self._slots if slot.requests < self._in_flight_per_actor and not slot.is_dead]
+        return min(free, key=lambda slot: slot.calls, default=None)
 
-    async def _leave_seat(self, seat: _Seat, calls: int, answer: asyncio.Future[FinalizedGroup]) -> None:
+    async def _leave_slot(self, slot: _Slot, calls: int, answer: asyncio.Future[FinalizedGroup]) -> None:
         error = None if answer.cancelled() else answer.exception()
-        async with self._seat_free:
-            seat.requests -= 1
-            seat.calls -= calls
-            seat.is_dead |= error is not None and isinstance(error.__cause__, ActorDiedError)
+        async with self._slot_free:
+            slot.requests -= 1
+            slot.calls -= calls
+            slot.is_dead |= error is not None and isinstance(error.__cause__, ActorDiedError)
             self._answers += 1
             self._counters.in_flight -= 1
-            self._seat_free.notify_all()
+            self._slot_free.notify_all()
 
     async def _wake_waiting(self) -> None:
-        async with self._seat_free:
-            self._seat_free.notify_all()
+        async with self._slot_free:
+            self._slot_free.notify_all()
 
 
 @dataclass(frozen=True)

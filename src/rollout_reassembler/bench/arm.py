@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rollout_reassembler.bench.figures import Traffic
@@ -42,16 +39,3 @@ class Arm(Protocol):
 
     def clear_staged(self, calls: list[StagedCall]) -> None:
         """Remove what `stage_one` staged."""
-
-
-class PhaseClock:
-    """Milliseconds by phase: `with clock("fetch"): …`."""
-
-    def __init__(self) -> None:
-        self.ms: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.ms[phase] = self.ms.get(phase, 0.0) + (time.perf_counter() - start) * 1e3

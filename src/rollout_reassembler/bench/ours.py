@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rollout_reassembler.bench.arm import CANONICAL, PAD_TOKEN_ID, STAGING, PhaseClock, PublishedRow
+from rollout_reassembler.bench.arm import CANONICAL, PAD_TOKEN_ID, STAGING, PublishedRow
 from rollout_reassembler.bench.counting import counted
 from rollout_reassembler.bench.figures import Traffic
 from rollout_reassembler.bench.shapes import MadeGroup
@@ -17,6 +17,7 @@ from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequ
 from rollout_reassembler.contract.records import StagedCall
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only
 from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.reassembly.phases import Phases
 from rollout_reassembler.reassembly.reassembler import RolloutReassembler
 from rollout_reassembler.reassembly.rows import SPANS_FIELD, canonical_schema, register_canonical_partition
 from rollout_reassembler.staging.schema import register_staging_partition
@@ -51,7 +52,7 @@ class OursArm:
     def finalize_request(self, request: ReassemblyRequest) -> dict[str, float]:
         """What an actor does with a request. Safe on several threads, but then calls are counted together."""
         self._counter.reset()
-        clock = PhaseClock()
+        clock = Phases()
         with clock("guard"):
             assert_metadata_only(request)
         answer = self._reassembler.finalize_group(**_arguments(request))
@@ -64,7 +65,7 @@ class OursArm:
             raise RuntimeError(
                 f"a sound group was not finalized cleanly: {answer.rejections}, pending {answer.cleanup_pending!r:.200}"
             )
-        return {**_phases(answer), **clock.ms}
+        return {**_phases(answer), **clock.ms()}
 
     def published(self, group: MadeGroup, group_id: str) -> list[PublishedRow]:
         # The reference publishes no spans, so there is nothing to compare them with.

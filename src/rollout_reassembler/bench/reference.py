@@ -28,12 +28,13 @@ from nemo_gym.token_id_capture.staging import (  # type: ignore[import-untyped]
 )
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout_reassembler.bench.arm import CANONICAL, PAD_TOKEN_ID, STAGING, PhaseClock, PublishedRow
+from rollout_reassembler.bench.arm import CANONICAL, PAD_TOKEN_ID, STAGING, PublishedRow
 from rollout_reassembler.bench.counting import BASE_READ, CLEAR, PUBLISH
 from rollout_reassembler.bench.figures import Traffic
 from rollout_reassembler.bench.reference_rows import ReferenceRows
 from rollout_reassembler.bench.shapes import MadeGroup
 from rollout_reassembler.contract.records import StagedCall
+from rollout_reassembler.reassembly.phases import Phases
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ class ReferenceArm:
 
     def finalize(self, group: MadeGroup, group_id: str) -> dict[str, float]:
         request = group.request(group_id)
-        clock = PhaseClock()
+        clock = Phases()
         linearized: list[Any] = []
         keys: list[str] = []
         for said in request.receipts:
@@ -105,7 +106,7 @@ class ReferenceArm:
             calls_made = {BASE_READ: len(linearized), PUBLISH: 1, CLEAR: 1}
             self._traffic = Traffic(calls_made, self._read, sum(map(_bytes_of, published.values())))
             self._counting = False
-        return clock.ms
+        return clock.ms()
 
     def published(self, group: MadeGroup, group_id: str) -> list[PublishedRow]:
         sample_ids = list(group.request(group_id).canonical_sample_ids or ())

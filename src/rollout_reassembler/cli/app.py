@@ -266,15 +266,15 @@ def mooncake_host(
     """Give memory of this machine to a Mooncake store, and do nothing else: the rows in it outlive their writers."""
     from pydantic import ValidationError
 
-    from rollout_reassembler.cli.mooncake_host import parse_size, run_host
+    from rollout_reassembler.cli.mooncake_host import run_host
     from rollout_reassembler.data_plane.config import MooncakeCpuBackendConfig
 
     try:
         cfg = MooncakeCpuBackendConfig.model_validate(
             {
                 "master_server_address": master,
-                "global_segment_size": parse_size(segment_size),
-                "local_buffer_size": parse_size(buffer_size),
+                "global_segment_size": segment_size,
+                "local_buffer_size": buffer_size,
                 "local_hostname": local_hostname,
                 "protocol": protocol,
                 "device_name": device_name,
@@ -282,9 +282,8 @@ def mooncake_host(
             }
         )
     except ValidationError as error:
-        raise complain(error.errors()[0]["msg"]) from None
-    except ValueError as error:
-        raise complain(str(error)) from None
+        what = error.errors()[0]
+        raise complain(f"{'.'.join(map(str, what['loc']))}: {what['msg']}") from None
     run_host(cfg, commands=commands, console=console)
 
 

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 
 from rich.console import Console
 
 from rollout_reassembler.data_plane.config import MooncakeCpuBackendConfig
-
-_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-
-
-def parse_size(text: str) -> int:
-    """Bytes: `1073741824`, `512MiB`, `1.5GiB`. Raises `ValueError`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        raise ValueError(f"{text!r} is no size; write for example 512MiB or 1GiB")
-    return int(float(match[1]) * unit)
 
 
 def run_host(cfg: MooncakeCpuBackendConfig, *, commands: bool, console: Console) -> None:

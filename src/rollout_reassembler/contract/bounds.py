@@ -57,22 +57,22 @@ def parse_receipt(value: Any, bounds: ReceiptBounds = DEFAULT_BOUNDS) -> Rollout
         value = value.model_dump()
     if not isinstance(value, Mapping):
         raise InvalidReceipt(f"expected a mapping, got {type(value).__name__}")
-    _hold(len(value), bounds.max_fields, "max_fields", "fields in the receipt")
+    _check_bound(len(value), bounds.max_fields, "max_fields", "fields in the receipt")
     manifest = value.get("manifest", ())
     if not isinstance(manifest, list | tuple):
         raise InvalidReceipt(f"expected a list of calls as manifest, got {type(manifest).__name__}")
-    _hold(len(manifest), bounds.max_calls, "max_calls", "calls")
+    _check_bound(len(manifest), bounds.max_calls, "max_calls", "calls")
     for name in ("rollout_id", "terminal_model_call_id"):
         _hold_text(value, name, bounds)
     for record in manifest:
         if isinstance(record, Mapping):
-            _hold(len(record), bounds.max_fields, "max_fields", "fields in a call's record")
+            _check_bound(len(record), bounds.max_fields, "max_fields", "fields in a call's record")
             for name in _ID_FIELDS:
                 _hold_text(record, name, bounds)
     for name in ("failure_reason", "terminal_attribution_reason"):
         text = value.get(name)
         if isinstance(text, str):
-            _hold(len(text), bounds.max_reason_chars, "max_reason_chars", f"characters in {name}")
+            _check_bound(len(text), bounds.max_reason_chars, "max_reason_chars", f"characters in {name}")
     try:
         return RolloutReceipt.model_validate(dict(value))
     except ValidationError as error:
@@ -85,7 +85,7 @@ def _hold_text(record: Mapping[str, Any], name: str, bounds: ReceiptBounds) -> N
         return
     what = f"characters in {name}"
     if name != "staging_key":
-        _hold(len(text), bounds.max_id_chars, "max_id_chars", what)
+        _check_bound(len(text), bounds.max_id_chars, "max_id_chars", what)
     elif len(text) > bounds.max_key_chars:
         raise BoundExceeded(
             f"{len(text)} {what}, more than two ids of max_id_chars={bounds.max_id_chars} and a slash; "
@@ -93,7 +93,7 @@ def _hold_text(record: Mapping[str, Any], name: str, bounds: ReceiptBounds) -> N
         )
 
 
-def _hold(found: int, bound: int, bound_name: str, what: str) -> None:
+def _check_bound(found: int, bound: int, bound_name: str, what: str) -> None:
     if found > bound:
         raise BoundExceeded(f"{found} {what}, more than {bound_name}={bound}; {how_to_raise(bound_name)}")
 

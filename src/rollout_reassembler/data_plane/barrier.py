@@ -42,7 +42,7 @@ from uuid import uuid4
 
 from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout, DataPlaneUnavailable, WriteFenced
 from rollout_reassembler.data_plane.base import Tags
-from rollout_reassembler.data_plane.gate import relabelled, stood_still
+from rollout_reassembler.data_plane.gate import quiesced_too_long, relabelled
 
 GATE_PARTITION = "rollout_reassembler.gate"
 
@@ -206,7 +206,9 @@ class SharedGate:
                         self._watch()
                     left = until - time.monotonic()
                     if left <= 0:
-                        raise stood_still(call, partition, keys, seconds, self._holder.name if self._holder else "")
+                        raise quiesced_too_long(
+                            call, partition, keys, seconds, self._holder.name if self._holder else ""
+                        )
                     self._changed.wait(left)
                 self._writing += 1
                 return WriteLease(self, call, partition, keys, self._gate_id, self._gaps)
@@ -271,7 +273,7 @@ class SharedGate:
             holder = None
         with self._changed:
             is_counted = bool(tags.get(key))
-            has_stood_still = _now() - self._beat_at >= LEASE
+            is_silent = _now() - self._beat_at >= LEASE
             has_written = self._writing > 0 or self._last_write > self._beat_at
             if not is_counted:  # somebody took this process for dead, or loaded another state
                 self._gaps += 1
@@ -284,7 +286,7 @@ class SharedGate:
                 self._stopped_for = ""
             self._changed.notify_all()
         # A clock that stood still with the process shows no gap, so no write has noticed.
-        if holder is not None and not is_counted and not has_stood_still and has_written:
+        if holder is not None and not is_counted and not is_silent and has_written:
             self.leave_sign(holder.id, "a write", "")
 
     def _has_left(self) -> bool:

@@ -7,9 +7,21 @@ reads the sizes, all others only connect.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 
 class _Block(BaseModel):
@@ -27,6 +39,19 @@ class Deadlines(_Block):
     bootstrap: PositiveFloat = 120.0
     checkpoint: PositiveFloat = 600.0
     quiesced: PositiveFloat = Field(600.0, description="how long a write waits while the plane is quiesced")
+
+
+def _bytes_of(size: object) -> object:
+    try:
+        return _SIZES.validate_python(size)
+    except ValidationError as error:
+        raise ValueError(f"{size!r:.80} is no size; write for example 512MiB or 64GiB, or the bytes") from error
+
+
+_SIZES = TypeAdapter(ByteSize)
+
+Size = Annotated[PositiveInt, BeforeValidator(_bytes_of)]
+"""Bytes, as a number or as text with a unit."""
 
 
 class SimpleBackendConfig(_Block):
@@ -50,8 +75,8 @@ class MooncakeCpuBackendConfig(_Block):
     protocol: Literal["tcp", "rdma"] = "tcp"
     device_name: str = Field("", description="RDMA devices, comma-separated; rdma needs them")
     memory_hosts: NonNegativeInt = Field(0, description="memory hosts to start as Ray actors; 0: they run already")
-    global_segment_size: PositiveInt = Field(1 << 30, description="memory of each memory host")
-    local_buffer_size: PositiveInt = Field(256 << 20, description="what one call of one client may move at a time")
+    global_segment_size: Size = Field(1 << 30, description="memory of each memory host")
+    local_buffer_size: Size = Field(256 << 20, description="what one call of one client may move at a time")
     client_segment_size: NonNegativeInt = Field(0, description="memory that each client gives; lost when it dies")
 
     @model_validator(mode="after")

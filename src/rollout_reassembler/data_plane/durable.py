@@ -145,7 +145,7 @@ def put_in_place(partial: Path, directory: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def mend(directory: Path) -> None:
+def complete_replacement(directory: Path) -> None:
     """Give the last whole directory its name back, where a crash came in between."""
     old = _beside(directory, ".old")
     if not directory.exists() and old.exists():

@@ -32,7 +32,7 @@ class WriteGate:
         """Be inside for one write. Raises `DataPlaneTimeout` when the gate stays closed for `seconds`."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._closed, seconds):
-                raise stood_still(call, partition, keys, seconds)
+                raise quiesced_too_long(call, partition, keys, seconds)
             self._writing += 1
         try:
             yield
@@ -69,7 +69,7 @@ class WriteGate:
         self._changed.notify_all()
 
 
-def stood_still(call: str, partition: str, keys: Sequence[str], seconds: float, by: str = "") -> DataPlaneTimeout:
+def quiesced_too_long(call: str, partition: str, keys: Sequence[str], seconds: float, by: str = "") -> DataPlaneTimeout:
     """The error of a write that waited for a closed gate in vain."""
     what = f"the plane is quiesced{f' by {by}' if by else ''} and stayed so; nothing was written"
     return DataPlaneTimeout(what, call=call, partition=partition, keys=keys, seconds=seconds)

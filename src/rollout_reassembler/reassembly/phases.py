@@ -21,5 +21,8 @@ class Phases:
         finally:
             self._ms[phase] = self._ms.get(phase, 0.0) + (time.perf_counter() - start) * 1e3
 
+    def ms(self) -> dict[str, float]:
+        return dict(self._ms)
+
     def timings(self) -> dict[str, float]:
         return {f"row_assembly/{phase}_ms": ms for phase, ms in self._ms.items()}

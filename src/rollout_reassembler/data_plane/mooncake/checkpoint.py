@@ -32,7 +32,7 @@ from rollout_reassembler.data_plane.checkpoint import (
     sha256_of,
     write_manifest,
 )
-from rollout_reassembler.data_plane.durable import mend, new_directory, put_in_place
+from rollout_reassembler.data_plane.durable import complete_replacement, new_directory, put_in_place
 from rollout_reassembler.data_plane.mooncake.objects import StoredObject
 from rollout_reassembler.data_plane.mooncake.owners import Owner
 from rollout_reassembler.data_plane.mooncake.rows import MooncakeRows
@@ -86,7 +86,7 @@ class CheckpointDriver:
     def load(self, directory: Path) -> dict[str, Any]:
         """Replace the plane's state by a checkpoint's; its metadata. Raises `DataPlaneError`."""
         site = CallSite("load_checkpoint", str(directory))
-        mend(directory)
+        complete_replacement(directory)
         if directory.is_dir():
             require_trusted(directory, site.call)
         manifest = read_manifest(directory)

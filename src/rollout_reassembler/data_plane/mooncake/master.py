@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout_reassembler.contract.errors import DataPlaneUnavailable
+from rollout_reassembler.data_plane.ports import why_unreachable
 
 _CALL = "bootstrap"
 _POLL = 0.05
@@ -70,7 +71,7 @@ def _keep(address: str, seconds: float) -> None:
     """The keeper: report where the master listens, or why it does not, and end it when standard input ends."""
     host, _, port_text = address.rpartition(":")
     port = int(port_text) or _free_port(host)
-    if _listens(host, port):
+    if why_unreachable(host, port, 1.0) is None:
         _report(error="something listens there already")
         return
     with tempfile.TemporaryFile() as log:
@@ -109,7 +110,7 @@ def _options(host: str, port: int) -> list[str]:
 
 def _comes_up(master: subprocess.Popen[bytes], host: str, port: int, seconds: float) -> bool:
     until = time.monotonic() + seconds
-    while not _listens(host, port):
+    while why_unreachable(host, port, 1.0) is not None:
         if master.poll() is not None or time.monotonic() > until:
             return False
         time.sleep(_POLL)
@@ -125,12 +126,6 @@ def _free_port(host: str) -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _listens(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex((host, port)) == 0
 
 
 def _die_with_parent() -> None:

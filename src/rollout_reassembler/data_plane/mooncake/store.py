@@ -16,7 +16,6 @@ All calls block, and end by themselves (`environment.py`). They may come from se
 from __future__ import annotations
 
 import re
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneUnavail
 from rollout_reassembler.data_plane.config import MooncakeCpuBackendConfig
 from rollout_reassembler.data_plane.mooncake.environment import import_store, require_protocol
 from rollout_reassembler.data_plane.mooncake.objects import StoredObject, is_intact
+from rollout_reassembler.data_plane.ports import why_unreachable
 
 T = TypeVar("T")
 
@@ -181,9 +181,7 @@ class MooncakeStore:
 def _knock(address: str) -> None:
     """Raise `DataPlaneUnavailable` when nothing listens there; the store's own attempts take long to say so."""
     host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), _KNOCK_SECONDS).close()
-    except OSError as error:
+    if error := why_unreachable(host, int(port), _KNOCK_SECONDS):
         raise DataPlaneUnavailable(f"no Mooncake master listens at {address}: {error}", call="connect") from error
 
 

@@ -5,7 +5,6 @@ Imported before the queue is: import nothing here that imports `transfer_queue`.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout, DataPlaneUnavailable
+from rollout_reassembler.data_plane.ports import why_unreachable
 
 T = TypeVar("T")
 
@@ -34,13 +34,7 @@ class Peer:
 
         Only a refusal counts: a host that does not answer may be slow, and is left to the deadline.
         """
-        try:
-            socket.create_connection((self.host, self.port), seconds).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-        return False
+        return isinstance(why_unreachable(self.host, self.port, seconds), ConnectionRefusedError)
 
 
 @dataclass(frozen=True)

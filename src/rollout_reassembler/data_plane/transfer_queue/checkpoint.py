@@ -24,7 +24,7 @@ from typing import Any
 from transfer_queue.utils.zmq_utils import ZMQRequestType
 
 from rollout_reassembler.contract.errors import DataPlaneError
-from rollout_reassembler.data_plane.durable import mend, new_directory, put_in_place
+from rollout_reassembler.data_plane.durable import complete_replacement, new_directory, put_in_place
 from rollout_reassembler.data_plane.file_manifest import FILE_MANIFEST, check_file_manifest, write_file_manifest
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
 from rollout_reassembler.data_plane.transfer_queue.epoch import (
@@ -89,7 +89,7 @@ def load_queue(
     it does not fit the queue, or a part of the queue cannot load it. The queue is as it was then, unless the error
     says otherwise.
     """
-    mend(directory)
+    complete_replacement(directory)
     if directory.is_dir():
         require_trusted(directory, call.site.call)
     if not (directory / _METADATA).is_file() and not (directory / FILE_MANIFEST).is_file():

@@ -14,10 +14,11 @@ import importlib
 import ipaddress
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from rollout_reassembler.data_plane.ports import why_unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +70,10 @@ def attach_ray(address: str = "auto") -> None:
         address = services.get_ray_address_from_environment("auto", None)
     host, _, port = address.rpartition(":")
     if port.isdigit() and "://" not in address:
-        if not _listens(host, int(port)):
+        if why_unreachable(host, int(port), _KNOCK_SECONDS):
             raise ConnectionError(f"no Ray cluster answers at {address}")
-        is_local = is_loopback(host) and not _listens(services.node_ip_address_from_perspective(), int(port))
+        here = services.node_ip_address_from_perspective()
+        is_local = is_loopback(host) and why_unreachable(here, int(port), _KNOCK_SECONDS) is not None
         _bind_to_node(not is_local)
     if not os.environ.get("RAY_AUTH_MODE"):
         # Ray itself shows a token to a cluster that it has found, but not to one that was named.
@@ -115,14 +117,6 @@ def _bind_to_node(to_node: bool) -> None:
     # Ray reads its environment when it is imported, which may have been long ago.
     constants: Any = importlib.import_module("ray._private.ray_constants")
     constants.ENABLE_RAY_CLUSTER = to_node
-
-
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host.strip("[]"), port), _KNOCK_SECONDS).close()
-    except OSError:
-        return False
-    return True
 
 
 def _ray() -> Any:
