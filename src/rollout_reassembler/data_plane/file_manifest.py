@@ -3,8 +3,8 @@
     manifest.json    SHA-256 of the line below, then {format, files: {path within the folder: [size, SHA-256]}}
 
 Written last, so a folder with a manifest is a whole checkpoint. Files that it does not name are nobody's and
-are never read. A folder whose files are pickles is refused where every user may write: whoever can
-change both a file and the manifest runs code in the processes that load it.
+are never read. Whoever can change both a file and the manifest is believed; who may is asked before
+(`trusted_files.py`).
 
 Errors of damaged files are `CheckpointDamaged` and name the file.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_reassembler.contract.errors import CheckpointDamaged, DataPlaneError
-from rollout_reassembler.data_plane.durable import refuse_strangers, sync_directory
+from rollout_reassembler.data_plane.durable import sync_directory
 
 FILE_MANIFEST = "manifest.json"
 
@@ -46,7 +46,7 @@ def write_file_manifest(directory: Path, kind: str) -> None:
 
 
 def check_file_manifest(directory: Path, kind: str) -> None:
-    """Raise unless every file of the checkpoint is there as it was written, and not every user may write it.
+    """Raise unless every file of the checkpoint is there as it was written.
 
     `CheckpointDamaged` names the file that is cut, changed, missing or of another checkpoint.
     """
@@ -54,7 +54,6 @@ def check_file_manifest(directory: Path, kind: str) -> None:
         path = directory / name
         if not path.is_file():
             raise CheckpointDamaged(f"{path} is missing; the checkpoint is not whole", call=_LOAD)
-        refuse_strangers(path)
         found = path.stat().st_size
         if found != size:
             raise CheckpointDamaged(f"{path} holds {found} bytes, the manifest says {size}", call=_LOAD)
@@ -67,8 +66,6 @@ def _files(directory: Path, kind: str) -> Mapping[str, tuple[int, str]]:
     if not path.is_file():
         what = f"{directory} has no {FILE_MANIFEST}: what is in it cannot be checked, and is not loaded"
         raise CheckpointDamaged(what, call=_LOAD)
-    for guarded in (directory, path):
-        refuse_strangers(guarded)
     line, _, body = path.read_bytes().partition(b"\n")
     if line.decode("ascii", "replace") != hashlib.sha256(body).hexdigest():
         raise CheckpointDamaged(f"{path} is damaged or cut short; use another checkpoint", call=_LOAD)
