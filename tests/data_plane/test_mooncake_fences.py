@@ -34,8 +34,8 @@ def site(queues: QueueHost) -> Iterator[MooncakeSite]:
 @pytest.fixture
 def planes(site: MooncakeSite, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(barrier, "BEAT", 0.1)
-    monkeypatch.setattr(barrier, "LEASE", 0.6)
-    monkeypatch.setattr(barrier, "SILENT", 1.0)
+    monkeypatch.setattr(barrier, "LEASE", 1.5)
+    monkeypatch.setattr(barrier, "SILENT", 2.5)
     planes = [site.connect() for _ in range(2)]
     planes[0].register_partition("p", {"tokens": FieldSpec("int64", 1)})
     planes[1].put_samples(["a"], "p", {"tokens": [LARGE]}, [{"n": 1}])
