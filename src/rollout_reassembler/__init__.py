@@ -22,8 +22,9 @@ All public names import from here:
 - *finalizing*: `RolloutReassembler`, `FinalizedGroup`, `FailedGroup`, `FinalizedRollout`, `GroupRecords`; on a cluster
   `ReassemblerPool` over `create_rollout_reassembler_actors`, `ReassemblyRequest`
 - *training*: `iter_batches`, `TrainBatch`, `read_votes`, `Votes`, `execute_route_plans`, `RouteReport`
-- *the data plane*: `build_data_plane_client`, `DataPlaneConfig`, `DataPlaneClient`, `KVBatchMeta`,
-  `register_staging_partition`, `register_canonical_partition`, `sweep_staging`
+- *the data plane*: `build_data_plane_client`, `DataPlaneConfig`, `DataPlaneClient` (which is `RowStore`,
+  `ClaimQueue` and `Checkpointable`), `KVBatchMeta`, `register_staging_partition`,
+  `register_canonical_partition`, `sweep_staging`
 - *proving by hand*: `parse_receipt`, `verify_and_linearize`, `LinearizedRow`, `assert_metadata_only`
 - *expert routes*: `route_extras`, `encode_routed_experts`, `decode_routed_experts`, `RoutePlan`
 - *errors*: every one is a `ReassemblerError`; docs/errors.md has the table
@@ -94,7 +95,14 @@ from rollout_reassembler.contract.records import CallRecord, RolloutReceipt, Sta
 from rollout_reassembler.contract.routed_experts import decode_routed_experts, encode_routed_experts, route_extras
 from rollout_reassembler.contract.rpc_guard import _FORBIDDEN_RPC_KEYS as _FORBIDDEN_RPC_KEYS
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only
-from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec, SampleBatch
+from rollout_reassembler.data_plane.base import (
+    Checkpointable,
+    ClaimQueue,
+    DataPlaneClient,
+    FieldSpec,
+    RowStore,
+    SampleBatch,
+)
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.reassembly.group_record import GroupRecords
@@ -131,6 +139,8 @@ __all__ = [
     "CaptureCounts",
     "CaptureLedger",
     "CheckpointDamaged",
+    "Checkpointable",
+    "ClaimQueue",
     "CommitCoords",
     "ContractError",
     "DataPlaneClient",
@@ -174,6 +184,7 @@ __all__ = [
     "RouteFailure",
     "RoutePlan",
     "RouteReport",
+    "RowStore",
     "RowsMissing",
     "RpcPayloadError",
     "SampleBatch",

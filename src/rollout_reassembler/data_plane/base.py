@@ -19,6 +19,8 @@ adapter promises, and what the conformance suite holds it to:
   and seconds. After a timeout, whether the call took effect is unknown; repeating it is safe.
 - The partition must be registered (`PartitionNotRegistered`), once, by anyone.
 
+A client does all of that. Who uses one names the part that it needs: `RowStore`, `ClaimQueue` or `Checkpointable`.
+
 Values inside a row prove themselves (see `staging/`); the plane is not trusted to return the bytes
 that were put under a key.
 """
@@ -118,8 +120,8 @@ class StoredSamples:
 
 
 @runtime_checkable
-class DataPlaneClient(Protocol):
-    """A connection to a data plane. Safe to share between threads of one process."""
+class RowStore(Protocol):
+    """Rows by key: all that staging, finalizing and training call."""
 
     def register_partition(
         self,
@@ -202,6 +204,19 @@ class DataPlaneClient(Protocol):
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         """Remove these rows with their tags, or all rows of the partition for `None`."""
 
+    def epoch(self) -> str:
+        """Which life of the plane this is: another one after each start and after each `load_checkpoint`.
+
+        Rows that were staged under one epoch and are missing under the same one were never there, or somebody
+        cleared them; under another one they may have gone with the plane. So a driver reads it before it
+        has anything staged (`ReassemblyRequest.staged_on`).
+        """
+
+
+@runtime_checkable
+class ClaimQueue(Protocol):
+    """Rows by task: each task gets each row once, by whichever of its workers asks first."""
+
     def claim_meta(
         self, partition_id: str, task_name: str, required_fields: Sequence[str], batch_size: int
     ) -> KVBatchMeta:
@@ -213,13 +228,10 @@ class DataPlaneClient(Protocol):
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Whether each of the tasks has claimed every row that is in the partition now."""
 
-    def epoch(self) -> str:
-        """Which life of the plane this is: another one after each start and after each `load_checkpoint`.
 
-        Rows that were staged under one epoch and are missing under the same one were never there, or somebody
-        cleared them; under another one they may have gone with the plane. So a driver reads it before it
-        has anything staged (`ReassemblyRequest.staged_on`).
-        """
+@runtime_checkable
+class Checkpointable(Protocol):
+    """The whole plane on disk and back, with its writers stopped meanwhile."""
 
     def quiesce(self, deadline_s: float) -> AbstractContextManager[list[str]]:
         """Stop all writers of the plane, in every process, for the time of a `with` block.
@@ -239,6 +251,11 @@ class DataPlaneClient(Protocol):
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
         """Bring back what `save_checkpoint` wrote; returns its metadata."""
+
+
+@runtime_checkable
+class DataPlaneClient(RowStore, ClaimQueue, Checkpointable, Protocol):
+    """A connection to a data plane. Safe to share between threads of one process."""
 
     def close(self) -> None:
         """Drop this connection. Only the client that started the plane also ends it."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.contract.routed_experts import MISSING_ROUTE
-from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.base import ClaimQueue
 from rollout_reassembler.demo.agents import Answer
 from rollout_reassembler.demo.policy import DemoPolicy
 from rollout_reassembler.demo.tokenizer import DemoTokenizer
@@ -47,7 +47,7 @@ class Proof:
         )
 
 
-def prove_rows(client: DataPlaneClient, groups: Iterable[FinalizedGroup], policy: DemoPolicy) -> Proof:
+def prove_rows(client: ClaimQueue, groups: Iterable[FinalizedGroup], policy: DemoPolicy) -> Proof:
     """Read the published rows back and score each valid one."""
     proof = Proof()
     for group in groups:

@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rollout_reassembler.capture import CallRecorder, CaptureLedger
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
 from rollout_reassembler.contract.records import StagedCall, StageResult, staging_key
-from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.base import ClaimQueue, RowStore
 from rollout_reassembler.data_plane.durable import make_folder, replacing_file
 from rollout_reassembler.demo.agents import Answer, solve
 from rollout_reassembler.demo.policy import DemoPolicy
@@ -149,7 +149,7 @@ def _run(
 def _roll_out(
     settings: DemoSettings,
     policy: DemoPolicy,
-    client: DataPlaneClient,
+    client: RowStore,
     ledger: CaptureLedger,
     seed: int,
     console: Console,
@@ -211,7 +211,7 @@ def _request(
     )
 
 
-def _tamper(client: DataPlaneClient, rollout_id: str) -> None:
+def _tamper(client: RowStore, rollout_id: str) -> None:
     """Flip one bit of one staged token, as a bad disk or a stray write would."""
     staged = place(staging_key(rollout_id, "call-1"), "")
     key = next(key for key in client.list_samples(STAGING) if key.startswith(staged))
@@ -220,9 +220,7 @@ def _tamper(client: DataPlaneClient, rollout_id: str) -> None:
     client.put_samples([key], STAGING, {CALL_FIELD: [bytes(value)]})
 
 
-def _keep_archive(
-    folder: Path, requests: Sequence[ReassemblyRequest], client: DataPlaneClient, pad_token_id: int
-) -> None:
+def _keep_archive(folder: Path, requests: Sequence[ReassemblyRequest], client: RowStore, pad_token_id: int) -> None:
     tags = client.list_samples(STAGING)
     batch = client.get_samples(sorted(tags), STAGING)
     staged = {key: (tags[key]["rollout_id"], row[CALL_FIELD], row[EXTRAS_FIELD]) for key, row in batch.rows()}
@@ -230,7 +228,7 @@ def _keep_archive(
 
 
 def _retokenized(
-    client: DataPlaneClient,
+    client: ClaimQueue,
     groups: Sequence[FinalizedGroup],
     requests: Sequence[ReassemblyRequest],
     answers: dict[str, Answer],

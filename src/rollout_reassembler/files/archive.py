@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 
 from rollout_reassembler.contract.errors import BadArchive
 from rollout_reassembler.contract.messages import ReassemblyRequest
-from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.base import RowStore
 from rollout_reassembler.data_plane.durable import replacing_folder
 from rollout_reassembler.staging.codec import staged_place
 from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD, ROLLOUT_TAG
@@ -96,7 +96,7 @@ class Archive:
     def rollouts(self) -> int:
         return sum(len(request.rollout_ids) for request in self.requests)
 
-    def stage(self, dp_client: DataPlaneClient, staging_partition: str) -> int:
+    def stage(self, dp_client: RowStore, staging_partition: str) -> int:
         """Put the staged rows of the archive into a staging partition; how many could not be.
 
         Raises `BadArchive` when the file cannot be read to its end.

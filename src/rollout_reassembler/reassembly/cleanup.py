@@ -12,19 +12,19 @@ from collections.abc import Collection
 
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.contract.messages import FinalizedGroup
-from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.base import RowStore
 from rollout_reassembler.staging.schema import rollout_of
 
 logger = logging.getLogger(__name__)
 
 
-def staged_keys_of(dp_client: DataPlaneClient, staging_partition: str, rollout_ids: Collection[str]) -> list[str]:
+def staged_keys_of(dp_client: RowStore, staging_partition: str, rollout_ids: Collection[str]) -> list[str]:
     """The staged rows of these rollouts, by their tags. Reads the whole partition's tags."""
     listing = dp_client.list_samples(staging_partition)
     return [key for key, tags in listing.items() if rollout_of(tags) in rollout_ids]
 
 
-def clear_group(dp_client: DataPlaneClient, staging_partition: str, answer: FinalizedGroup) -> tuple[str, ...]:
+def clear_group(dp_client: RowStore, staging_partition: str, answer: FinalizedGroup) -> tuple[str, ...]:
     """Clear the staged rows of a group that is published and on record; returns what may still be there.
 
     A proven rollout's rows are those it was proven from. A rejected rollout's receipt is no

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta
-from rollout_reassembler.data_plane.base import DataPlaneClient, Tags
+from rollout_reassembler.data_plane.base import RowStore, Tags
 
 _FINGERPRINT_TAG = "fingerprint"
 _ANSWER_TAG = "answer"
@@ -49,7 +49,7 @@ class GroupRecord:
 class GroupRecords:
     """The records of one canonical partition."""
 
-    def __init__(self, dp_client: DataPlaneClient, *, partition_id: str) -> None:
+    def __init__(self, dp_client: RowStore, *, partition_id: str) -> None:
         self._client = dp_client
         self._canonical = partition_id
         self.partition_id = f"{partition_id}.groups"

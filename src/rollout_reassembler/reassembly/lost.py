@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from rollout_reassembler.contract.errors import PlaneLost
 from rollout_reassembler.contract.records import RolloutReceipt
-from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.base import RowStore
 from rollout_reassembler.reassembly.admission import Rejection
 from rollout_reassembler.reassembly.rows import FinalizedRollout
 
@@ -35,7 +35,7 @@ def lacks_rows(rollouts: Sequence[FinalizedRollout]) -> bool:
 
 
 def refuse_lost_rows(
-    dp_client: DataPlaneClient,
+    dp_client: RowStore,
     staging_partition: str,
     rollouts: Sequence[FinalizedRollout],
     admitted: Sequence[RolloutReceipt | Rejection],

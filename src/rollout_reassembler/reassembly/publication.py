@@ -27,7 +27,7 @@ from typing import Any
 
 from rollout_reassembler.contract.errors import GroupConflict, PlaneLost
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest
-from rollout_reassembler.data_plane.base import Column, DataPlaneClient, Reservation, Tags
+from rollout_reassembler.data_plane.base import Column, Reservation, RowStore, Tags
 from rollout_reassembler.reassembly.admission import difference, refuse_held_samples
 from rollout_reassembler.reassembly.group_record import GroupRecord, GroupRecords
 from rollout_reassembler.reassembly.phases import Phases
@@ -79,7 +79,7 @@ class Offer:
 class Publisher:
     """Publishes groups into one canonical partition."""
 
-    def __init__(self, dp_client: DataPlaneClient, records: GroupRecords, *, partition_id: str) -> None:
+    def __init__(self, dp_client: RowStore, records: GroupRecords, *, partition_id: str) -> None:
         self._client = dp_client
         self._records = records
         self._partition_id = partition_id

@@ -49,7 +49,7 @@ from rollout_reassembler.contract.records import RolloutReceipt
 from rollout_reassembler.contract.requests import plain_request, plain_reward, plain_rollout_id, publishable_reward
 from rollout_reassembler.contract.settings import checked_settings
 from rollout_reassembler.contract.text import one_line
-from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.base import RowStore
 from rollout_reassembler.reassembly.admission import (
     Rejection,
     admit,
@@ -106,7 +106,7 @@ class RolloutReassembler:
 
     def __init__(
         self,
-        dp_client: DataPlaneClient,
+        dp_client: RowStore,
         *,
         partition_id: str,
         staging_partition: str,

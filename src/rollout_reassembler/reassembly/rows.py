@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_reassembler.contract.digests import Floats, Integers
-from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec, Schema
+from rollout_reassembler.data_plane.base import FieldSpec, RowStore, Schema
 from rollout_reassembler.reassembly.route_plan import RoutePlan
 from rollout_reassembler.reassembly.routes import sentinel_routes
 
@@ -57,7 +57,7 @@ def canonical_schema(*, with_routes: bool) -> Schema:
 
 
 def register_canonical_partition(
-    dp_client: DataPlaneClient, partition_id: str, *, with_routes: bool = False, consumer_tasks: Sequence[str] = ()
+    dp_client: RowStore, partition_id: str, *, with_routes: bool = False, consumer_tasks: Sequence[str] = ()
 ) -> None:
     """Create the canonical partition; doing it again changes nothing."""
     dp_client.register_partition(

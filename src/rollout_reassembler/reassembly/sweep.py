@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from rollout_reassembler.contract.errors import RequestError
-from rollout_reassembler.data_plane.base import DataPlaneClient, Tags
+from rollout_reassembler.data_plane.base import RowStore, Tags
 from rollout_reassembler.staging.schema import rollout_of, staged_at_of
 
 
@@ -41,7 +41,7 @@ class SweepReport:
 
 
 def sweep_staging(
-    dp_client: DataPlaneClient,
+    dp_client: RowStore,
     staging_partition: str,
     *,
     rollout_ids: Collection[str] | None = None,
@@ -88,7 +88,7 @@ def _is_old(tags: Tags, older_than_s: float | None) -> bool:
 
 
 def _still_untagged(
-    dp_client: DataPlaneClient, staging_partition: str, listing: dict[str, Tags], after_s: float | None
+    dp_client: RowStore, staging_partition: str, listing: dict[str, Tags], after_s: float | None
 ) -> list[str]:
     """Keys without tags now and `after_s` seconds later: nobody is writing them any more."""
     suspects = [key for key, tags in listing.items() if rollout_of(tags) is None]

@@ -7,7 +7,7 @@ rows are found when the receipt that named them is lost, and `staged_at`, unix s
 
 from __future__ import annotations
 
-from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec, Schema, Tags
+from rollout_reassembler.data_plane.base import FieldSpec, RowStore, Schema, Tags
 
 CALL_FIELD = "call"
 EXTRAS_FIELD = "extras"
@@ -17,7 +17,7 @@ STAGED_AT_TAG = "staged_at"
 STAGING_SCHEMA: Schema = {CALL_FIELD: FieldSpec("bytes"), EXTRAS_FIELD: FieldSpec("bytes")}
 
 
-def register_staging_partition(dp_client: DataPlaneClient, staging_partition: str) -> None:
+def register_staging_partition(dp_client: RowStore, staging_partition: str) -> None:
     """Create the staging partition; doing it again changes nothing."""
     dp_client.register_partition(staging_partition, STAGING_SCHEMA)
 

@@ -28,7 +28,7 @@ from rollout_reassembler.contract.errors import (
     ReassemblerError,
 )
 from rollout_reassembler.contract.records import StagedCall, StageResult
-from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.base import RowStore
 from rollout_reassembler.staging.codec import RouteShape, pack_call
 from rollout_reassembler.staging.places import Staged, as_places, place_of
 from rollout_reassembler.staging.routes import route_shape
@@ -65,7 +65,7 @@ class StagingSink:
 
     def __init__(
         self,
-        dp_client: DataPlaneClient,
+        dp_client: RowStore,
         *,
         staging_partition: str,
         window_s: float = 0.0,

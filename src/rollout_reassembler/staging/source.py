@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from rollout_reassembler.contract.errors import InvalidStagedCall, StagedRowsMissing
 from rollout_reassembler.contract.records import StagedCall
-from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.base import RowStore
 from rollout_reassembler.staging.codec import PackedCall, unpack_call
 from rollout_reassembler.staging.places import Staged, as_places, place_of
 from rollout_reassembler.staging.schema import CALL_FIELD, EXTRAS_FIELD
@@ -36,7 +36,7 @@ class FetchedCalls:
 class StagingSource:
     """Reads staged calls of one partition."""
 
-    def __init__(self, dp_client: DataPlaneClient, *, staging_partition: str) -> None:
+    def __init__(self, dp_client: RowStore, *, staging_partition: str) -> None:
         self._client = dp_client
         self._partition = staging_partition
 

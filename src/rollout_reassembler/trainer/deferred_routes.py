@@ -33,7 +33,7 @@ from typing import Literal, NoReturn
 import numpy as np
 
 from rollout_reassembler.contract.errors import ContractError, DataPlaneError, InvalidRoutePlan, RouteFailure
-from rollout_reassembler.data_plane.base import DataPlaneClient, Tags
+from rollout_reassembler.data_plane.base import RowStore, Tags
 from rollout_reassembler.reassembly.route_plan import ROUTE_PLAN_TAG, RoutePlan, decode_route_plan
 from rollout_reassembler.reassembly.routes import (
     LayersAndTopK,
@@ -86,7 +86,7 @@ class RouteReport:
 
 
 def execute_route_plans(
-    client: DataPlaneClient,
+    client: RowStore,
     sample_ids: Sequence[str],
     lengths: Sequence[int],
     tags: Sequence[Tags | None],
@@ -139,7 +139,7 @@ def settle_routes(
     )
 
 
-def release_route_plans(client: DataPlaneClient, plans: Sequence[RoutePlan]) -> tuple[tuple[str, ...], str | None]:
+def release_route_plans(client: RowStore, plans: Sequence[RoutePlan]) -> tuple[tuple[str, ...], str | None]:
     """Clear the staged rows of executed plans. Returns the keys whose clear failed, and the first error."""
     unreleased: list[str] = []
     first_error: str | None = None
@@ -164,7 +164,7 @@ def _plan(tags: Tags | None) -> RoutePlan | InvalidRoutePlan | None:
 
 
 def _execute(
-    client: DataPlaneClient,
+    client: RowStore,
     plans: Sequence[RoutePlan | InvalidRoutePlan | None],
     lengths: Sequence[int],
     model_shape: LayersAndTopK,
@@ -186,7 +186,7 @@ def _execute(
 
 
 def _release(
-    client: DataPlaneClient,
+    client: RowStore,
     plans: Sequence[RoutePlan | InvalidRoutePlan | None],
     outcomes: Sequence[Outcome],
     report: RouteReport,

@@ -43,7 +43,7 @@ from rollout_reassembler.contract.errors import ContractError
 from rollout_reassembler.contract.messages import KVBatchMeta
 from rollout_reassembler.contract.model_shape import ModelShape
 from rollout_reassembler.contract.routed_experts import MISSING_ROUTE
-from rollout_reassembler.data_plane.base import DataPlaneClient, SampleBatch, Tags
+from rollout_reassembler.data_plane.base import RowStore, SampleBatch, Tags
 from rollout_reassembler.reassembly.routes import LayersAndTopK, RowRoutes
 from rollout_reassembler.reassembly.rows import (
     CANONICAL_SCHEMA,
@@ -64,7 +64,7 @@ _NO_VERSION = -1
 
 
 def iter_batches(
-    client: DataPlaneClient,
+    client: RowStore,
     rows: KVBatchMeta | Sequence[KVBatchMeta] | Sequence[str],
     partition_id: str | None = None,
     *,
@@ -123,7 +123,7 @@ class Votes(NamedTuple):
 
 
 def read_votes(
-    client: DataPlaneClient, rows: KVBatchMeta | Sequence[KVBatchMeta] | Sequence[str], partition_id: str | None = None
+    client: RowStore, rows: KVBatchMeta | Sequence[KVBatchMeta] | Sequence[str], partition_id: str | None = None
 ) -> Votes:
     """The rewards of these rows and who may vote, without a token. Takes and raises what `iter_batches` does."""
     meta = named_rows(rows, partition_id)
@@ -157,7 +157,7 @@ def _check_choice(name: str, choice: object, choices: Any) -> None:
 class _RouteReader:
     """Where a batch's routes come from, and what they are held to."""
 
-    client: DataPlaneClient
+    client: RowStore
     mode: RouteMode
     model_shape: LayersAndTopK
     on_failure: OnFailure
@@ -203,7 +203,7 @@ class _Making:
         return [*read, *(self.routes.columns if self.routes else ())]
 
 
-def _batches(client: DataPlaneClient, meta: KVBatchMeta, budget: Budget, making: _Making) -> Iterator[TrainBatch]:
+def _batches(client: RowStore, meta: KVBatchMeta, budget: Budget, making: _Making) -> Iterator[TrainBatch]:
     tags = row_tags_of(client, meta)
     places = places_of(meta.sample_ids, tags)
     lengths = None

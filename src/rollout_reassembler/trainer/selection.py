@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from rollout_reassembler.contract import engine_values
 from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta
-from rollout_reassembler.data_plane.base import DataPlaneClient, Tags
+from rollout_reassembler.data_plane.base import RowStore, Tags
 from rollout_reassembler.reassembly.rows import ROLLOUT_TAG, ROLLOUT_TOKENS_TAG
 
 
@@ -99,7 +99,7 @@ class Place(NamedTuple):
     rollout_tokens: int | None
 
 
-def row_tags_of(client: DataPlaneClient, meta: KVBatchMeta) -> list[Tags]:
+def row_tags_of(client: RowStore, meta: KVBatchMeta) -> list[Tags]:
     """The plane's own tags, not those of the meta: an RPC may have left the bulky ones (route plans) out."""
     return [row_tags or {} for row_tags in client.get_tags(meta.sample_ids, meta.partition_id)]
 
