@@ -1,5 +1,5 @@
 # Everything from a fresh clone, with Python 3.11 or newer and make alone:
-#   make demo    installs into .venv and runs the main job
+#   make demo    installs what it needs into .venv and runs the main job
 #   make check   installs into .venv and runs lint, types, floors and the fast tests
 #   make test    installs into .venv and runs lint, types, floors and all tests
 
@@ -11,6 +11,7 @@ TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-for-the-demo
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := ray,archive,trainer,demo,mooncake,reports,docs,dev
 # The fast tests: without those that start processes (and whole folders of such), or try thousands of cases.
@@ -32,7 +33,7 @@ help:  ## say what there is (the default)
 
 venv: $(STAMP)  ## make .venv and install everything into it
 
-demo: $(STAMP)  ## run the main job: reassemble demo $(ARGS)
+demo: $(DEMO_STAMP)  ## run the main job: reassemble demo $(ARGS)
 	$(BIN)/reassemble demo $(ARGS)
 
 check: lint  ## lint, types, floors and the fast tests (a minute): nothing that starts Ray, a queue, a store or a policy
@@ -71,8 +72,12 @@ $(BIN)/python:
 	  { echo 'make: $(PYTHON) has no venv module (Debian, Ubuntu: apt-get install python3-venv)' >&2; exit 1; }
 	"$(PYTHON)" -m venv --clear $(VENV)
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install '$(TORCH)' -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
+	$(PIP) install -e '.[demo]' -c constraints.txt
+	@touch $@
+
+$(STAMP): $(DEMO_STAMP)
 	$(PIP) install -e '.[$(EXTRAS)]' -c constraints.txt
 	$(PIP) install --no-deps --ignore-requires-python '$(NEMO_GYM)'
 	@touch $@
