@@ -1,7 +1,8 @@
 # Everything from a fresh clone, with Python 3.11 or newer and make alone:
 #   make demo    installs what it needs into .venv and runs the main job
 #   make check   installs into .venv and runs lint, types, floors and the fast tests
-#   make test    installs into .venv and runs lint, types, floors and all tests
+#   make test    installs into .venv and runs lint, types, floors and the tests, but for the slow and exhaustive ones
+#   make test-all   and those too
 
 PYTHON ?= python3
 ARGS ?=
@@ -25,11 +26,11 @@ NEMO_GYM := nemo-gym==0.7.0
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo check test bench lint format docs clean
+.PHONY: help venv demo check test test-all bench lint format docs clean
 
 help:  ## say what there is (the default)
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3.12] [TORCH_INDEX=URL]'
-	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 
 venv: $(STAMP)  ## make .venv and install everything into it
 
@@ -39,7 +40,10 @@ demo: $(DEMO_STAMP)  ## run the main job: reassemble demo $(ARGS)
 check: lint  ## lint, types, floors and the fast tests (a minute): nothing that starts Ray, a queue, a store or a policy
 	$(BIN)/pytest -q $(CHECK) $(ARGS)
 
-test: lint  ## lint, types and floors, then all tests: pytest -q $(ARGS)
+test: lint  ## lint, types and floors, then the tests but for slow and exhaustive ones: pytest -q $(ARGS)
+	$(BIN)/pytest -q -m 'not (slow or exhaustive)' $(ARGS)
+
+test-all: lint  ## the same with all tests, as CI runs them
 	$(BIN)/pytest -q $(ARGS)
 
 bench: $(STAMP)  ## measure: reassemble bench $(ARGS)
