@@ -14,7 +14,7 @@ from rollout_reassembler.contract.errors import ContractError
 from rollout_reassembler.contract.messages import KVBatchMeta
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.trainer.rows import iter_batches, read_votes
-from tests.captures import CANONICAL, chain, finalize, memory_plane, stage
+from tests.captures import CANONICAL, MadeRollout, chain, finalize, memory_plane, stage
 from tests.trainer.test_rows import PAD, batches, put_row
 
 
@@ -88,6 +88,21 @@ def test_votes_are_those_of_the_iteration() -> None:
     advantage = advantages(*votes[:3], may_vote=votes.may_vote, estimator="dr_grpo")
     assert advantage.tolist() == [0.5, -0.5, -1, 0, 1]
     assert [len(part) for part in read_votes(plane, [], CANONICAL)] == [0, 0, 0, 0]
+
+
+def test_siblings_are_told_by_their_group_and_not_by_their_prompts() -> None:
+    """Four of one group whose prompts end in other tokens, and another group that begins with one of them."""
+    plane, metas = memory_plane(), []
+    for name, ends in (("a", [0, 1, 2, 3]), ("b", [0, 0])):
+        rollouts = [MadeRollout(f"{name}{index}") for index in range(len(ends))]
+        for made, end in zip(rollouts, ends, strict=True):
+            made.call([10, 20 + end], [5])
+        stage(plane, *rollouts)
+        rewards = [1.0, 1.0, 0.0, 0.0][: len(ends)]
+        metas.append(finalize(plane, rollouts, group_id=name, rewards=rewards).meta)
+    votes = read_votes(plane, metas)
+    advantage = advantages(*votes[:3], may_vote=votes.may_vote, estimator="dr_grpo")
+    assert advantage.tolist() == [0.5, 0.5, -0.5, -0.5, 0, 0]
 
 
 def test_rows_of_one_rollout_are_told_by_their_tags() -> None:
