@@ -129,6 +129,11 @@ def finalize(
     )
 
 
+def collect(plane: DataPlaneClient) -> None:
+    """Clear the rows of rejected rollouts, as actors do in the background."""
+    reassembler(plane).collect_lost()
+
+
 def staged_places(plane: DataPlaneClient) -> set[str]:
     return set(plane.list_samples(STAGING))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import rollout_reassembler as rr
+from rollout_reassembler.reassembly.collector import LostRollouts
 from tests.actors.conftest import Site
 from tests.actors.groups import request_of, rollouts_of, stage_group
 from tests.hostile_receipts import HOSTILE, Receipt
@@ -35,6 +36,7 @@ def test_a_hostile_receipt_costs_its_rollout_alone(site: Site, pool: rr.Reassemb
     print(f"{name}: {len(answers) - 1} answers of 5 good groups; {rejections}")
     assert [answer.valid_row_count for answer in answers] == [2, 2, 1, 2, 2, 2]
     assert rejections == {f"g{first + 2}/r1": "invalid_receipt"}
+    LostRollouts(site.plane, staging_partition=site.config.staging_partition).collect()
     left = [key for key in site.plane.list_samples(site.config.staging_partition) if key.startswith(f"g{first // 10}")]
     assert left == []
 

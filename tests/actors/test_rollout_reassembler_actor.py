@@ -233,3 +233,15 @@ def test_a_checkpoint_command_where_nothing_is_owned_is_a_clear_error(site: Site
         actor.mooncake_checkpoint({"operation": "DESCRIBE"})
     with pytest.raises(rr.RpcPayloadError):
         actor.mooncake_checkpoint({"payload": b"raw"})
+
+
+def test_an_actor_collects_what_its_groups_lost(site: Site, pool: rr.ReassemblerPool) -> None:
+    """In the background, some ten seconds later; nobody asks for it."""
+    stage_group(site.plane, site.config.staging_partition, 410)
+    others = request_of(410).receipts[1:]
+    answer = pool.submit(dataclasses.replace(request_of(410), receipts=(None, *others))).result(60)
+    assert (answer.to_collect, answer.cleanup_pending) == (("g410/r0",), ())
+    until = time.monotonic() + 60
+    while any(key.startswith("g410/") for key in site.plane.list_samples(site.config.staging_partition)):
+        assert time.monotonic() < until, "nobody collects"
+        time.sleep(0.5)

@@ -17,8 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_reassembler.contract.errors import DataPlaneError, PartitionNotRegistered, RowsMissing, SchemaViolation
-from rollout_reassembler.data_plane.base import DataPlaneClient, FieldSpec
+from rollout_reassembler.contract.errors import (
+    DataPlaneError,
+    PartitionNotRegistered,
+    RowsCondemned,
+    RowsMissing,
+    SchemaViolation,
+)
+from rollout_reassembler.data_plane.base import CONDEMNED_TAG, DataPlaneClient, FieldSpec
 
 SCHEMA = {
     "tokens": FieldSpec("int64", 1),
@@ -710,6 +716,27 @@ class PlaneConformance:
                 plane.store_samples(reserved, fields)
         with pytest.raises(ValueError, match="a"):
             plane.reserve_samples(["a", "a"], partition)
+
+    # --- the plane's clock, and condemned rows ------------------------------------------------------
+
+    def test_the_planes_clock_goes_forward_in_seconds(self, plane: DataPlaneClient) -> None:
+        before = plane.now()
+        time.sleep(0.05)
+        assert 0.04 < plane.now() - before < 5
+        assert abs(plane.now() - time.time()) < 5
+
+    def test_a_condemned_row_takes_no_columns_until_that_is_taken_back(
+        self, plane: DataPlaneClient, partition: str
+    ) -> None:
+        plane.put_samples(["a"], partition, {"step": [1]}, [{"n": 1}])
+        plane.put_samples(["a", "b"], partition, tags=[{CONDEMNED_TAG: 1.0}] * 2)
+        for keys in (["a"], ["b"], ["c", "a"]):
+            with pytest.raises(RowsCondemned, match="a sweep is about to clear these rows"):
+                plane.put_samples(keys, partition, {"step": [2] * len(keys)}, [{"n": 2}] * len(keys))
+        assert plane.get_samples(["a", "b", "c"], partition, ["step"], partial=True)["step"].tolist() == [1]
+        plane.put_samples(["a", "b"], partition, tags=[{CONDEMNED_TAG: None}] * 2)
+        plane.put_samples(["a", "b"], partition, {"step": [3, 3]}, [{"n": 3}] * 2)
+        assert plane.get_samples(["a", "b"], partition, ["step"])["step"].tolist() == [3, 3]
 
     # --- epochs -----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.reassembly.sweep import sweep_staging
 from rollout_reassembler.staging.codec import pack_call
 from rollout_reassembler.staging.places import place_of
-from tests.captures import PAD, STAGING, MadeRollout, chain, finalize, stage, staged_keys
+from tests.captures import PAD, STAGING, MadeRollout, chain, collect, finalize, stage, staged_keys
 from tests.faults.raw_queue import raw_put
 from tests.reassembly.contents import RECORDS, published
 
@@ -87,6 +87,7 @@ def test_a_poisoned_row_costs_its_own_rollout(plane: DataPlaneClient, poison: Po
     assert rows[0]["input_ids"].tolist() == good.tokens()
     assert rows[1]["input_ids"].tolist() == [PAD]
     assert not rows[1]["token_mask"].any()
+    collect(plane)
     sweep_staging(plane, STAGING, untagged_after_s=0, dry_run=False)
     assert staged_keys(plane) == set()
 
@@ -108,10 +109,11 @@ def test_poisoned_tags_stop_neither_a_cleanup_nor_a_sweep(plane: DataPlaneClient
     answer = finalize(plane, [good, lost], receipts=[good.receipt(), None])
     assert answer.rejections == {"lost": "missing_receipt"}
     assert answer.cleanup_pending == ()
+    collect(plane)
     swept = sweep_staging(plane, STAGING, older_than_s=0, live_rollouts=["stray"], dry_run=False)
     assert swept.keys == []
-    swept = sweep_staging(plane, STAGING, older_than_s=0, untagged_after_s=0, dry_run=False)
-    assert swept.untagged == [place_of(stray.calls[0])]
+    swept = sweep_staging(plane, STAGING, rollout_ids=["stray"], untagged_after_s=0, dry_run=False)
+    assert set(swept.found["stray"]) == {place_of(call) for call in stray.calls}, "its bytes say whose row it is"
     assert staged_keys(plane) == set()
 
 

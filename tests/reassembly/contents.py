@@ -13,6 +13,7 @@ from rollout_reassembler.data_plane.base import DataPlaneClient
 from tests.captures import CANONICAL, STAGING
 
 RECORDS = f"{CANONICAL}.groups"
+LOST = f"{STAGING}.lost"
 
 Cells = tuple[tuple[str, str, tuple[int, ...], bytes], ...]
 Contents = dict[str, tuple[Cells, str]]
@@ -23,11 +24,13 @@ def contents_of(plane: DataPlaneClient, partition: str) -> Contents:
     if not plane.is_registered(partition):
         return {}
     tags = plane.list_samples(partition)
+    if partition == LOST:  # when a rollout was marked is another time each time
+        return dict.fromkeys(sorted(tags), ((), "{}"))
     return {key: (_cells(plane, partition, key), json.dumps(tags[key], sort_keys=True)) for key in sorted(tags)}
 
 
 def whole_plane(plane: DataPlaneClient) -> dict[str, Contents]:
-    return {partition: contents_of(plane, partition) for partition in (STAGING, CANONICAL, RECORDS)}
+    return {partition: contents_of(plane, partition) for partition in (STAGING, CANONICAL, RECORDS, LOST)}
 
 
 def published(plane: DataPlaneClient, sample_ids: list[str]) -> list[dict[str, Any]]:
@@ -50,6 +53,7 @@ _COLUMNS = {
         "routed_experts",
     ),
     RECORDS: (),
+    LOST: (),
 }
 
 

@@ -29,6 +29,7 @@ from rollout_reassembler.contract.routed_experts import (
     encode_routed_experts,
 )
 from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.reassembly.collector import LostRollouts
 from rollout_reassembler.reassembly.reassembler import RolloutReassembler
 from rollout_reassembler.reassembly.route_plan import RouteSpan
 from rollout_reassembler.reassembly.rows import register_canonical_partition
@@ -120,6 +121,8 @@ class Pipeline:
         return routes_of(self.batch(answer, **options))
 
     def staged(self) -> set[str]:
+        """The staging keys that are there once the rows of rejected rollouts were collected."""
+        LostRollouts(self.plane, staging_partition=self.staging).collect()
         return set(map(staging_key_of, self.plane.list_samples(self.staging)))
 
 

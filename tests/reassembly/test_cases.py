@@ -25,6 +25,7 @@ from tests.captures import (
     STAGING,
     MadeRollout,
     chain,
+    collect,
     finalize,
     memory_plane,
     place_in,
@@ -330,6 +331,7 @@ def test_a_receipt_of_the_wrong_type_is_one_rollouts_rejection(receipt):
     answer = finalize(plane, [bad, good], receipts=[receipt, good.receipt()])
     assert answer.rejections == {"bad": "invalid_receipt"}
     assert answer.valid_row_count == 1
+    collect(plane)
     assert staged_keys(plane) == set()
 
 
@@ -344,6 +346,7 @@ def test_a_group_with_every_rollout_rejected_is_published_and_cleared():
     rows = published(plane, answer.meta.sample_ids)
     assert all(row["prompt_ids_for_adv"].tolist() == [PAD] for row in rows)
     assert all(tags["weight_version"] == 5 for tags in plane.list_samples(CANONICAL).values())
+    collect(plane)
     assert staged_keys(plane) == set()
 
 
@@ -362,6 +365,7 @@ def test_unicode_and_slashes_in_ids(rollout_id, call_id):
     assert answer.rejections == {lost.rollout_id: "missing_receipt"}
     assert answer.meta.sample_ids == [f"{rollout_id}_g0", f"{rollout_id}_g1"]
     assert published(plane, answer.meta.sample_ids)[0]["input_ids"].tolist() == [1, 2]
+    collect(plane)
     assert staged_keys(plane) == set()
 
 
@@ -397,6 +401,7 @@ def test_a_rejected_rollouts_own_rows_are_cleared_also_without_a_receipt(receipt
     plane = memory_plane()
     stage(plane, bad, stranger)
     finalize(plane, [bad], receipts=[receipt])
+    collect(plane)
     assert staged_keys(plane) == {call.staging_key for call in stranger.calls}
 
 
@@ -417,6 +422,7 @@ def test_a_receipt_that_misnames_its_own_key_is_a_key_mismatch():
     plane = memory_plane()
     stage(plane, made)
     assert rejection(plane, made, receipts=[receipt]) == "staging_key_mismatch"
+    collect(plane)
     assert staged_keys(plane) == set()
 
 
@@ -556,6 +562,7 @@ def test_a_key_cleared_by_another_client_before_the_read_is_one_rollouts_loss():
     plane.clear_samples([place_in(plane, "r/c1")], STAGING)
     answer = finalize(plane, [made, good])
     assert answer.rejections == {"r": "missing_staging_row"}
+    collect(plane)
     assert staged_keys(plane) == set()
 
 
@@ -590,6 +597,7 @@ def test_a_row_listed_but_unreadable_is_missing():
     plane.clear_samples([place_of(made.calls[1])], STAGING)
     plane.put_samples([place_of(made.calls[1])], STAGING, tags=[{"rollout_id": "r"}])
     assert rejection(plane, made) == "missing_staging_row"
+    collect(plane)
     assert staged_keys(plane) == set()
 
 

@@ -25,10 +25,20 @@ from rollout_reassembler.staging.codec import pack_call
 from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.routes import route_shape
 from rollout_reassembler.staging.schema import ROLLOUT_TAG
-from tests.captures import CANONICAL, STAGING, MadeRollout, chain, finalize, memory_plane, place_in, staged_keys
-from tests.reassembly.contents import RECORDS, Contents, whole_plane
+from tests.captures import (
+    CANONICAL,
+    STAGING,
+    MadeRollout,
+    chain,
+    collect,
+    finalize,
+    memory_plane,
+    place_in,
+    staged_keys,
+)
+from tests.reassembly.contents import LOST, RECORDS, Contents, whole_plane
 from tests.reassembly.crash_plane import CrashPlane
-from tests.reassembly.schedules import Explorer, all_thread_schedules
+from tests.reassembly.schedules import NOW, Explorer, all_thread_schedules
 from tests.route_captures import Turn
 from tests.route_captures import made as routed
 
@@ -52,6 +62,8 @@ class Group:
         plane = memory_plane(with_routes=self.options == DIRECT)
         plane._epoch = EPOCH
         plane.register_partition(RECORDS, {})
+        plane.register_partition(LOST, {})
+        plane.now = lambda: NOW  # type: ignore[method-assign]
         calls = [call for made in [*self.rollouts, STRANGER] for call in made.calls]
         plane.put_samples(
             [place_of(call) for call in calls],
@@ -78,8 +90,10 @@ class Group:
     def undisturbed(self) -> tuple[dict[str, Contents], FinalizedGroup]:
         plane = self.make_plane()
         answer = self.finalize(plane)
+        contents = whole_plane(plane)
+        collect(plane)
         assert staged_keys(plane) == {call.staging_key for call in STRANGER.calls} | self.stays
-        return whole_plane(plane), replace(answer, timings={})
+        return contents, replace(answer, timings={})
 
 
 EPOCH = "the plane's epoch, the same in each of its copies"

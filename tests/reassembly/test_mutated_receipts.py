@@ -14,7 +14,7 @@ import pytest
 
 from rollout_reassembler.contract.errors import RpcPayloadError
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only
-from tests.captures import MadeRollout, chain, memory_plane, reassembler, stage, staged_keys
+from tests.captures import MadeRollout, chain, collect, memory_plane, reassembler, stage, staged_keys
 
 pytestmark = pytest.mark.exhaustive
 
@@ -164,6 +164,7 @@ def test_a_group_of_mutated_receipts_is_published_whole_and_clears_only_its_own(
         verdicts.update(made.rollout_id not in answer.rejections for made in rollouts)
         assert answer.total_row_count == 5
         assert "good" not in answer.rejections
+        collect(plane)
         assert {call.staging_key for call in stranger.calls} <= staged_keys(plane)
         left = {key for key in staged_keys(plane) if not key.startswith("stranger/")}
         liars = {name for name, reason in answer.rejections.items() if reason == "foreign_staging_key"}

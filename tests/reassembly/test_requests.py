@@ -11,7 +11,7 @@ import torch
 from rollout_reassembler.contract.errors import GroupConflict, RequestError
 from rollout_reassembler.contract.messages import RolloutReassemblerActorConfig
 from rollout_reassembler.reassembly.reassembler import RolloutReassembler
-from tests.captures import chain, finalize, memory_plane, reassembler, stage, staged_keys
+from tests.captures import chain, collect, finalize, memory_plane, reassembler, stage, staged_keys
 from tests.reassembly.contents import published, whole_plane
 
 ROLLOUTS = [chain("a"), chain("b")]
@@ -276,6 +276,7 @@ def test_one_garbled_receipt_of_two_still_costs_its_rollout_alone():
     stage(plane, *ROLLOUTS)
     answer = reassembler(plane).finalize_group(**request(receipts=["{}", ROLLOUTS[1].receipt()]))
     assert (answer.rejections, answer.cleanup_pending) == ({"a": "invalid_receipt"}, ())
+    collect(plane)
     assert staged_keys(plane) == set()
 
 

@@ -29,6 +29,7 @@ from tests.captures import (
     STAGING,
     MadeRollout,
     chain,
+    collect,
     finalize,
     memory_plane,
     place_in,
@@ -272,6 +273,7 @@ def test_rule_5_only_keys_under_the_requests_own_rollouts_are_cleared():
     others = [chain("r"), chain("r0x"), chain("r0/c0"), chain("s")]
     stage(plane, *others)
     finalize(plane, rollouts, receipts=[None, *(made.receipt() for made in rollouts[1:])])
+    collect(plane)
     assert staged_keys(plane) == {call.staging_key for made in others for call in made.calls}
 
 
@@ -317,8 +319,9 @@ def test_rule_5_a_lost_receipts_rows_are_found_by_rollout_and_cleared(receipt):
     plane, rollouts = staged_group(2)
     answer = finalize(plane, rollouts, receipts=[receipt, rollouts[1].receipt()])
     assert answer.valid_row_count == 1
+    assert (answer.cleanup_pending, answer.to_collect) == ((), ("r0",))
+    collect(plane)
     assert staged_keys(plane) == set()
-    assert answer.cleanup_pending == ()
 
 
 # --- 6. our own faults are never a rejection --------------------------------------------------------
@@ -381,15 +384,19 @@ def test_rule_7_a_clear_that_fails_is_cleanup_pending():
     assert staged_keys(inner) == set()
 
 
-def test_rule_7_rows_that_could_not_even_be_listed_are_pending_by_rollout():
+def test_rule_7_rollouts_that_could_not_even_be_marked_as_lost_are_pending():
     inner, rollouts = staged_group(3)
     plane = CrashPlane(inner)
-    plane.fail("list_samples", where="before", for_good=True)
     receipts = [None, rollouts[1].receipt(), "unreadable"]
+    steps_before_the_mark = ["get_samples", "reserve_samples", "store_samples", "put_samples", "announce_samples"]
+    plane.fail_at(len(steps_before_the_mark) + 1, for_good=True)
     answer = finalize(plane, rollouts, receipts=receipts)
+    assert plane.calls[:-1] == steps_before_the_mark
+    assert answer.to_collect == ()
     assert answer.cleanup_pending == (*map(place_of, rollouts[1].calls), "r0/*", "r2/*")
     plane.recover()
     assert finalize(plane, rollouts, receipts=receipts).cleanup_pending == ()
+    collect(inner)
     assert staged_keys(inner) == set()
 
 

@@ -104,6 +104,13 @@ def group_world() -> Names:
     return group_names(registered())
 
 
+def collector_world() -> Names:
+    names = group_world()
+    settings: dict[str, Any] = {"pad_token_id": 0, "max_seq_len": None}
+    reassembler = rr.RolloutReassembler(names["client"], partition_id="train", staging_partition="staging", **settings)
+    return {**names, "reassembler": reassembler}
+
+
 def published_world() -> Names:
     """A published group with deferred routes, and something that logs."""
     turns = [route_captures.Turn(3, 2), route_captures.Turn(1, 3)]
@@ -245,6 +252,7 @@ WORLDS: dict[str, Callable[[], Names]] = {
     "rollout_reassembler.data_plane.base": plane_world,
     "rollout_reassembler.data_plane.gate": gate_world,
     "rollout_reassembler.data_plane.transfer_queue.keys": keys_world,
+    "rollout_reassembler.reassembly.collector": collector_world,
     "rollout_reassembler.reassembly.reassembler": group_world,
     "rollout_reassembler.reassembly.sweep": sweep_world,
     "rollout_reassembler.staging.sink": sink_world,

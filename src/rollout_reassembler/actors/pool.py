@@ -17,7 +17,8 @@ Restarts and retries are Ray's. A request whose actor died each time it was trie
 out of restarts) gets no further request. After `deadline_s` seconds with an actor a request fails
 with `RequestDeadlineExceeded`; its slot is free again when the actor has answered, which the data
 plane's own deadlines bound. Where no actor answers anything for that long, those that wait fail too.
-What is in hand when Ray is shut down fails with `PoolClosed`, and so does what comes after.
+What is in hand when Ray is shut down fails with `PoolClosed`, or with `RequestCrashedActor` where the death of its
+actor is heard first; what waits and what comes after fails with `PoolClosed`.
 """
 
 from __future__ import annotations
@@ -259,6 +260,8 @@ class ReassemblerPool:
         while (left := deadline - self._loop.time()) > 0:
             done, _ = await asyncio.wait([answer], timeout=min(left, _RAY_LOOK_S))
             if done:
+                if answer.exception():
+                    self._refuse_without_ray(request.group_id)
                 return answer.result()
             # Ray does not end what was asked of it before it was shut down.
             if not self._has_ray():

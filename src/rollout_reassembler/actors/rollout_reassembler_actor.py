@@ -40,6 +40,7 @@ from rollout_reassembler.contract.rpc_guard import _FORBIDDEN_RPC_KEYS, assert_m
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
+from rollout_reassembler.reassembly.collector import BackgroundCollector, LostRollouts
 from rollout_reassembler.reassembly.reassembler import RolloutReassembler
 
 __all__ = [
@@ -53,6 +54,9 @@ __all__ = [
 ]
 
 MAX_TASK_RETRIES = 3
+COLLECT_EVERY_S = 10.0
+"""An actor looks through the staging partition for the rows of lost rollouts at most this often."""
+
 _ACTOR_OPTIONS: dict[str, Any] = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": MAX_TASK_RETRIES}
 _DEPENDENCIES = ("numpy", "pydantic", "ray", "tensordict", "torch", "TransferQueue")
 
@@ -85,6 +89,8 @@ class _ReassemblerProcess:
             group = self._finalize(request)
         assert_metadata_only(group, max_bytes=budget)
         self._metrics.observe(group)
+        if group.to_collect:
+            self._collector.ask()
         return group
 
     def check_dependencies(self) -> dict[str, str]:
@@ -152,6 +158,8 @@ class _ReassemblerProcess:
     @cached_property
     def _reassembler(self) -> RolloutReassembler:
         config = self._config
+        # What an actor that died has left.
+        self._collector.ask()
         return RolloutReassembler(
             self._client,
             partition_id=config.partition_id,
@@ -163,6 +171,18 @@ class _ReassemblerProcess:
             model_shape=config.model_shape,
             bounds=config.bounds,
         )
+
+    @cached_property
+    def _collector(self) -> BackgroundCollector:
+        return BackgroundCollector(self._collect_lost, every_s=COLLECT_EVERY_S)
+
+    def _collect_lost(self) -> None:
+        # Over a connection of its own: that of the requests may be replaced in the middle.
+        client = build_data_plane_client(self._dp_config, bootstrap=False)
+        try:
+            LostRollouts(client, staging_partition=self._config.staging_partition).collect()
+        finally:
+            client.close()
 
     @cached_property
     def _metrics(self) -> GroupMetrics:

@@ -190,6 +190,10 @@ class WriteFenced(DataPlaneTimeout):
     """A write whose process stood still while the plane was quiesced: the rest of it was not sent. Repeat it."""
 
 
+class RowsCondemned(DataPlaneError):
+    """A sweep is about to clear these rows, which were written in part: nothing was written. Put them again later."""
+
+
 class DataPlaneUnavailable(DataPlaneError, ConnectionError):
     """The data plane, or the part of it that holds these rows, cannot be reached."""
 

@@ -67,8 +67,9 @@ class FinalizedGroup:
     `metrics` are plain numbers by name. `rejections` maps a rejected rollout's id to its reason.
     `staging_keys` are the staged rows that were proven to be the group's own, by their keys in the staging
     partition (places, see `staging/places.py`), to be cleared once it is published; `cleanup_pending` are
-    those that may still be there (none on a good day). `timings` are milliseconds a
-    phase; they tell of one run, so they take no part in comparing answers.
+    those that may still be there (none on a good day), and `to_collect` the rejected rollouts, whose rows a
+    collection finds and clears (`RolloutReassembler.collect_lost`; actors do it by themselves). `timings` are
+    milliseconds a phase; they tell of one run, so they take no part in comparing answers.
     """
 
     meta: KVBatchMeta
@@ -83,6 +84,7 @@ class FinalizedGroup:
     total_row_count: int = 0
     rejections: dict[str, str] = field(default_factory=dict)
     cleanup_pending: tuple[str, ...] = ()
+    to_collect: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict, compare=False)
 
 

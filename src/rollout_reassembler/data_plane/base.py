@@ -15,6 +15,8 @@ adapter promises, and what the conformance suite holds it to:
   write that does not fit the registered `FieldSpec` is refused with `SchemaViolation` before anything
   is written. So is a column nobody registered, in a read too; names with `__` in front are reserved.
 - Tags are JSON values: a tuple comes back as a list.
+- A put is acknowledged within its deadline or not at all. One that writes columns into a row which is
+  *condemned* (its tag `CONDEMNED_TAG` is set) is refused with `RowsCondemned` before anything is written.
 - No call waits for ever: `DataPlaneTimeout` and `DataPlaneUnavailable` name call, partition, keys
   and seconds. After a timeout, whether the call took effect is unknown; repeating it is safe.
 - The partition must be registered (`PartitionNotRegistered`), once, by anyone.
@@ -44,6 +46,9 @@ Column = Sequence[Any] | npt.NDArray[Any]
 """One value a row. Rank 0 columns may be one dense array `[rows]`."""
 
 Tags = dict[str, Any]
+
+CONDEMNED_TAG = "condemned_at"
+"""Set by a sweep on rows that nobody may write any more, since it is about to clear them; `None` takes that back."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,9 @@ class RowStore(Protocol):
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         """Remove these rows with their tags, or all rows of the partition for `None`."""
+
+    def now(self) -> float:
+        """Unix seconds by the plane's clock, which is one for all clients, whatever their own clocks say."""
 
     def epoch(self) -> str:
         """Which life of the plane this is: another one after each start and after each `load_checkpoint`.

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout_reassembler.contract.errors import SchemaViolation
-from rollout_reassembler.data_plane.base import Column, FieldSpec, Schema, Tags
+from rollout_reassembler.contract.errors import RowsCondemned, SchemaViolation
+from rollout_reassembler.data_plane.base import CONDEMNED_TAG, Column, FieldSpec, Schema, Tags
 from rollout_reassembler.data_plane.cells import DTYPES
 
 CheckedColumn = list[bytes] | list[npt.NDArray[Any]] | npt.NDArray[Any]
@@ -162,3 +162,11 @@ def _described(value: object) -> str:
 
 def _violation(partition: str, what: str, call: str = "put_samples") -> SchemaViolation:
     return SchemaViolation(f"{what}; nothing was written", call=call, partition=partition)
+
+
+def refuse_condemned(partition_id: str, keys: Sequence[str], tags: Sequence[Tags]) -> None:
+    """Raise `RowsCondemned` for a put of columns into rows that have these tags, if a sweep condemned one of them."""
+    condemned = [key for key, found in zip(keys, tags, strict=True) if found.get(CONDEMNED_TAG) is not None]
+    if condemned:
+        what = "a sweep is about to clear these rows; put them again when it has"
+        raise RowsCondemned(what, call="put_samples", partition=partition_id, keys=condemned)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from rollout_reassembler.data_plane.columns import (
     checked_sample_ids,
     checked_schema,
     checked_tags,
+    refuse_condemned,
     selected_fields,
 )
 from rollout_reassembler.data_plane.config import Deadlines
@@ -128,6 +130,9 @@ class MemoryDataPlane:
             columns = checked_columns(fields, partition.schema, len(keys), partition_id)
             if not columns and new_tags is None:
                 raise ValueError("a put writes columns, tags, or both; got neither")
+            if columns:
+                found = [partition.rows.get(key) for key in keys]
+                refuse_condemned(partition_id, keys, [row.tags if row else {} for row in found])
             frozen = {name: _frozen(column) for name, column in columns.items()}
             for index, key in enumerate(keys):
                 row = self._row(partition, key)
@@ -255,6 +260,9 @@ class MemoryDataPlane:
         with self._lock:
             rows = self._partition("check_consumption_status", partition_id).rows
             return all(row.claimed_by.issuperset(task_names) for row in rows.values())
+
+    def now(self) -> float:
+        return time.time()
 
     def epoch(self) -> str:
         with self._lock:

@@ -62,6 +62,7 @@ def _finalize_here(
     reassembler = RolloutReassembler(client, **vars(config))
     for request in requests:
         yield reassembler.finalize(request)
+    reassembler.collect_lost()
 
 
 @contextmanager

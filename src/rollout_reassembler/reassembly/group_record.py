@@ -134,7 +134,7 @@ class GroupRecords:
 
 def _encode_answer(answer: FinalizedGroup) -> str:
     fields = dataclasses.asdict(answer)
-    del fields["timings"], fields["cleanup_pending"]
+    del fields["timings"], fields["cleanup_pending"], fields["to_collect"]
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 

@@ -57,6 +57,7 @@ from rollout_reassembler.reassembly.admission import (
     reads_nothing,
 )
 from rollout_reassembler.reassembly.cleanup import clear_group
+from rollout_reassembler.reassembly.collector import Collected, LostRollouts
 from rollout_reassembler.reassembly.group_record import GroupRecords
 from rollout_reassembler.reassembly.lost import lacks_rows, refuse_lost_rows
 from rollout_reassembler.reassembly.metrics import group_metrics
@@ -138,6 +139,7 @@ class RolloutReassembler:
         self._seen_shape: LayersAndTopK | None = None
         self._source = StagingSource(dp_client, staging_partition=staging_partition)
         self._records = GroupRecords(dp_client, partition_id=partition_id)
+        self._lost = LostRollouts(dp_client, staging_partition=staging_partition)
         self._publisher = Publisher(dp_client, self._records, partition_id=partition_id)
 
     def finalize_rollout(self, rollout_id: str, receipt: Any, *, reward: float | None) -> FinalizedRollout:
@@ -249,10 +251,19 @@ class RolloutReassembler:
         answer = self._publisher.publish(offer, phases)
         if is_unread:
             pending = tuple(f"{rollout_id}/*" for rollout_id in request.rollout_ids)
+            answer = dataclasses.replace(answer, cleanup_pending=pending)
         else:
             with phases("clear"):
-                pending = clear_group(self._client, self._staging_partition, answer)
-        return dataclasses.replace(answer, cleanup_pending=pending, timings=phases.timings())
+                answer = clear_group(self._client, self._staging_partition, self._lost, answer)
+        return dataclasses.replace(answer, timings=phases.timings())
+
+    def collect_lost(self) -> Collected:
+        """Clear the staged rows of rejected rollouts, those of all groups and processes so far, in one look.
+
+        Takes time in proportion to the staging partition, so not after each group. Raises `DataPlaneError`; what is
+        left is collected the next time.
+        """
+        return self._lost.collect()
 
     def _with_routes(self, rollouts: list[FinalizedRollout]) -> list[FinalizedRollout]:
         """The rollouts with their routes, in direct mode. The shape that rows agree on counts for later groups."""

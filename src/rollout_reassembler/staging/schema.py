@@ -2,7 +2,7 @@
 
 `call` holds a packed call (`codec.py`), `extras` its extras (`extras.py`; no bytes where there are
 none). They are two columns so that reading tokens never moves routes. Tags: `rollout_id`, by which
-rows are found when the receipt that named them is lost, and `staged_at`, unix seconds.
+rows are found when the receipt that named them is lost, and `staged_at`, unix seconds by the plane's clock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ STAGING_SCHEMA: Schema = {CALL_FIELD: FieldSpec("bytes"), EXTRAS_FIELD: FieldSpe
 
 
 def register_staging_partition(dp_client: RowStore, staging_partition: str) -> None:
-    """Create the staging partition; doing it again changes nothing."""
+    """Create the staging partition, and the one that marks its lost rollouts; doing it again changes nothing."""
     dp_client.register_partition(staging_partition, STAGING_SCHEMA)
+    dp_client.register_partition(lost_partition(staging_partition), {})
+
+
+def lost_partition(staging_partition: str) -> str:
+    """Where rollouts are marked whose rows no receipt names: a row without columns under each one's id."""
+    return f"{staging_partition}.lost"
 
 
 def rollout_of(tags: Tags) -> str | None:

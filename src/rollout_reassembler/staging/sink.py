@@ -185,7 +185,7 @@ class StagingSink:
         return None
 
     def _put(self, batch: list[_Pending]) -> None:
-        staged_at = time.time()
+        staged_at = self._client.now()
         self._client.put_samples(
             [pending.place for pending in batch],
             self._partition,

@@ -48,11 +48,12 @@ ACTOR_CONFIG = RolloutReassemblerActorConfig(
 DEATHS: list[list[Death]] = [
     [("GET_DATA#1", "after")],
     [("SET_CUSTOM_META#1", "before"), ("SET_CUSTOM_META#1", "after")],
-    [("NOTIFY_DATA_UPDATE#1", "after")],
     [("CLEAR_DATA#1", "after")],
+    [("NOTIFY_DATA_UPDATE#1", "after")],
     [("CLEAR_META#1", "after")],
 ]
-"""How the attempts at the first groups end: all fetched; stored, then on record; announced; half cleared; cleared."""
+"""How the attempts at the first groups end: all fetched; stored, then on record; half cleared; announced (nothing
+of that group is valid, so it clears nothing); cleared."""
 
 
 class Run:

@@ -34,9 +34,15 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.utils.zmq_utils import ZMQRequestType
 
 from rollout_reassembler.data_plane.base import Reservation, Tags
+from rollout_reassembler.data_plane.columns import refuse_condemned
 from rollout_reassembler.data_plane.transfer_queue.calls import Peer
 from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_queue, save_queue
-from rollout_reassembler.data_plane.transfer_queue.epoch import is_mark, new_epoch, read_epoch, write_epoch
+from rollout_reassembler.data_plane.transfer_queue.epoch import (
+    is_mark,
+    new_epoch,
+    read_epoch,
+    write_epoch,
+)
 from rollout_reassembler.data_plane.transfer_queue.sockets import Call, QueueSockets, Refusal, Reply, all_bodies
 from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore, ValueStore
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, field_schema
@@ -83,6 +89,8 @@ class QueueRows:
         meta = self._numbered(call, partition, keys, with_values=bool(columns))
         if len(meta) != len(keys):
             raise call.site.failed(f"the controller numbered {len(meta)} of {len(keys)} rows")
+        if columns:
+            refuse_condemned(partition, keys, meta.custom_meta)
         owned = {**columns, OWNER: _owners(partition, keys)} if columns else {}
         backend_meta = self._store.put(call, meta, owned) if owned else {}
         news = [self._send_tags(call, partition, meta, tags)] if tags is not None else []
@@ -93,6 +101,7 @@ class QueueRows:
             if not answers[-1]["success"]:
                 raise call.site.failed(_REFUSED)
             self._store.forget(call, meta, backend_meta)
+        call.require_time()
 
     def reserve(self, call: Call, partition: str, keys: list[str], look_up: tuple[str, str] | None) -> Reservation:
         """Number the keys, then look up one more; both in one round trip, in this order."""
@@ -244,6 +253,15 @@ class QueueRows:
         names = (name for name in self.partitions(call) if not name.startswith(_OWN_PARTITIONS))
         holds_rows = any(self.list_all(call, name) for name in names)
         return load_queue(call, self.controller, self._units(), directory, holds_rows=holds_rows)
+
+    def clock(self) -> float | None:
+        """How far the controller's clock, in unix seconds, is ahead of `time.monotonic()`, if it has answered yet."""
+        return self.sockets.clocks.get(self.controller)
+
+    def first_clock(self, call: Call) -> float:
+        """The same, after an answer for that alone."""
+        read_epoch(call, self.controller)
+        return self.sockets.clocks[self.controller]
 
     def begin_epoch(self, call: Call) -> None:
         """Give a queue that was just started its epoch."""

@@ -87,6 +87,8 @@ class QueueSockets:
         self._numbers = itertools.count()
         self._running = 0
         self._changed = threading.Condition()
+        self.clocks: dict[Peer, float] = {}
+        """How far each peer's clock, in unix seconds, is ahead of `time.monotonic()` here, by its fastest answer."""
 
     @contextmanager
     def call(self, site: CallSite, seconds: float) -> Iterator[Call]:
@@ -130,6 +132,10 @@ class QueueSockets:
     def has_answered(self, peer: Peer) -> None:
         """It takes this client's keys."""
         self._known.add(peer)
+
+    def set_clock(self, peer: Peer, ahead: float) -> None:
+        """What one answer says of a peer's clock. It was on its way for a while: the truth is later, never earlier."""
+        self.clocks[peer] = max(ahead, self.clocks.get(peer, ahead))
 
     def why_refused(self, peer: Peer, seconds: float) -> str:
         """What is wrong with this client's keys in the eyes of `peer`; `""` if nothing, or if it does not say."""
@@ -225,6 +231,15 @@ class Call:
         if self.lease is not None:
             self.lease.before_message()
 
+    def heard(self, peer: Peer, at: float) -> None:
+        """Note when a peer says that it has answered."""
+        self._sockets.set_clock(peer, at - time.monotonic())
+
+    def require_time(self) -> None:
+        """Before a write is acknowledged: who waited for its deadline may count on it. Raises `DataPlaneTimeout`."""
+        if time.monotonic() > self._until:
+            raise self.site.timeout(self._seconds, "it was not done within the deadline")
+
     def answered(self) -> None:
         """After the answer to such a step."""
         if self.lease is not None and not any(line.outstanding for line in self.lines.values()):
@@ -269,7 +284,10 @@ class Call:
             for waited_for in {peer, *(line.peer for line in self.lines.values() if line.outstanding)}:
                 if waited_for.is_refusing(min(_KNOCK_TIMEOUT, self._until - now)):
                     raise self._gone(waited_for, "it refuses connections")
-                if refusal := self._sockets.why_refused(waited_for, min(_HANDSHAKE_TIMEOUT, self._until - now)):
+                # A store's master is no part of the queue, and speaks no handshake of its.
+                if waited_for in self.lines and (
+                    refusal := self._sockets.why_refused(waited_for, min(_HANDSHAKE_TIMEOUT, self._until - now))
+                ):
                     raise self._unauthenticated(waited_for, refusal)
 
     def _lost(self, peer: Peer) -> DataPlaneUnavailable:
@@ -298,6 +316,11 @@ class Reply:
 
     def body(self) -> dict[str, Any]:
         """The answer's body, once it has come. Raises `Refusal` when it is not of the expected kind, or unreadable."""
+        body: dict[str, Any] = self.message().body
+        return body
+
+    def message(self) -> ZMQMessage:
+        """The answer with what comes around its body. Raises as `body` does."""
         outstanding = self._line.outstanding
         assert outstanding[0] is self, "answers are taken in the order of their requests"
         frames = self._call.receive(self._line)
@@ -307,10 +330,10 @@ class Reply:
             answer = ZMQMessage.deserialize(frames)
         except ValueError as error:
             raise Refusal(f"{self._line.peer}: its answer cannot be read: {error}") from error
+        self._call.heard(self._line.peer, answer.timestamp)
         if answer.request_type != self._expected:
             raise Refusal(f"{self._line.peer}: {answer.body.get('message', answer.request_type)}")
-        body: dict[str, Any] = answer.body
-        return body
+        return answer
 
 
 def all_bodies(replies: Sequence[Reply]) -> list[dict[str, Any]]:
