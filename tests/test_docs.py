@@ -111,4 +111,4 @@ def test_every_command_of_make_is_in_its_help():
     makefile = page("Makefile")
     targets = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     assert targets is not None
-    assert set(targets[1].split()) == set(re.findall(r"^(\w+):.*  ## ", makefile, re.MULTILINE))
+    assert set(targets[1].split()) == set(re.findall(r"^([\w-]+):.*  ## ", makefile, re.MULTILINE))
