@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_reassembler.data_plane.config import DataPlaneConfig, Deadlines
-from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
+from rollout_reassembler.data_plane.transfer_queue.client import TransferQueueDataPlane
 from rollout_reassembler.data_plane.transfer_queue.keys import Keys
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout
 from rollout_reassembler.data_plane.base import FieldSpec
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
-from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
+from rollout_reassembler.data_plane.transfer_queue.client import TransferQueueDataPlane
 from rollout_reassembler.staging.sink import StagingSink
 from tests.captures import STAGING, chain, registered
 from tests.data_plane.plain_queue import QueueHost, keys_of, server_info

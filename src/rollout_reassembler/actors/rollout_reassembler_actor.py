@@ -37,7 +37,7 @@ from rollout_reassembler.contract.errors import (
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
 from rollout_reassembler.contract.requests import plain_request
 from rollout_reassembler.contract.rpc_guard import _FORBIDDEN_RPC_KEYS, assert_metadata_only, guarded_request
-from rollout_reassembler.data_plane.base import DataPlaneClient
+from rollout_reassembler.data_plane.base import DataPlaneClient, MemoryOwner
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.reassembly.collector import BackgroundCollector, LostRollouts
@@ -117,12 +117,11 @@ class _ReassemblerProcess:
         `RequestError` for a command that is refused, and where the plane is not on Mooncake at all.
         """
         assert_metadata_only(body)
-        if self._dp_config.impl == "transfer_queue" and self._dp_config.backend == "mooncake_cpu":
-            from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
-
-            return cast(MooncakeDataPlane, self._client).checkpoint_command(body)
+        backend = self._dp_config.chosen
+        if backend.has_owners:
+            return cast(MemoryOwner, self._client).checkpoint_command(body)
         raise RequestError(
-            f"this actor owns no part of a Mooncake store (backend {self._dp_config.backend!r}), so it has nothing to "
+            f"this actor owns no part of a Mooncake store (backend {backend.name!r}), so it has nothing to "
             "checkpoint; save the plane with its client's save_checkpoint(directory)"
         )
 
@@ -147,9 +146,10 @@ class _ReassemblerProcess:
 
     @cached_property
     def _client(self) -> DataPlaneClient:
-        if self._dp_config.impl == "memory":
+        backend = self._dp_config.chosen
+        if not backend.is_shared:
             raise DataPlaneUnavailable(
-                "a memory plane lives in one process and an actor is another; use impl='transfer_queue', or "
+                f"a {backend.name} plane lives in one process and an actor is another; use impl='transfer_queue', or "
                 "RolloutReassembler in the process that holds the plane",
                 call="connect",
             )

@@ -25,12 +25,12 @@ app = typer.Typer(
 console = Console()
 
 
-class Plane(StrEnum):
-    """Where rows live: in this process, in TransferQueue's memory, or in a Mooncake store."""
+def _installed_plane(name: str) -> str:
+    from rollout_reassembler.data_plane import backends
 
-    memory = "memory"
-    simple = "simple"
-    mooncake_cpu = "mooncake_cpu"
+    if name not in (known := backends.names()):
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, known))}.")
+    return name
 
 
 class BenchPlane(StrEnum):
@@ -41,12 +41,15 @@ class BenchPlane(StrEnum):
 
 
 PlaneOption = Annotated[
-    Plane,
+    str,
     typer.Option(
         "--plane",
         "--backend",
+        callback=_installed_plane,
+        metavar="[memory|simple|mooncake_cpu|…]",
         help="memory: all in this process, no Ray. simple: local Ray, TransferQueue and reassembler actors. "
-        "mooncake_cpu: the same, with rows in a Mooncake store.",
+        "mooncake_cpu: the same, with rows in a Mooncake store. Any other: the plane of that name, where one is "
+        "installed.",
     ),
 ]
 WorkersOption = Annotated[int, typer.Option(min=1, help="Reassembler actors (planes other than memory).")]
@@ -75,7 +78,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for summary.json, and for the archive with --keep.")] = Path(
         "runs/demo"
     ),
-    plane: PlaneOption = Plane.simple,
+    plane: PlaneOption = "simple",
     workers: WorkersOption = 2,
     groups: Annotated[int, typer.Option(min=1, help="Prompt groups.")] = 3,
     rollouts: Annotated[int, typer.Option(min=4, help="Rollouts a group; three of the first group are sabotaged.")] = 8,
@@ -90,7 +93,7 @@ def demo(
     with feature("reassemble demo", extra="demo"):
         from rollout_reassembler.demo.run import DemoSettings, run_demo
 
-    settings = DemoSettings(out=out, plane=plane.value, workers=workers, groups=groups, rollouts=rollouts, calls=calls)
+    settings = DemoSettings(out=out, plane=plane, workers=workers, groups=groups, rollouts=rollouts, calls=calls)
     if not run_demo(settings, seed=seed, keep=keep, console=console):
         raise typer.Exit(ExitCode.FAILED)
 
@@ -106,7 +109,7 @@ def run(
             "holds nothing else is replaced."
         ),
     ],
-    plane: PlaneOption = Plane.memory,
+    plane: PlaneOption = "memory",
     workers: WorkersOption = 2,
     pad_token_id: Annotated[int | None, typer.Option(help="Token of placeholders; the archive's by default.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(min=1, help="Longer rows are rejected.")] = None,
@@ -128,7 +131,7 @@ def run(
     groups = run_archive(
         archive,
         out,
-        plane=plane.value,
+        plane=plane,
         workers=workers,
         pad_token_id=pad_token_id,
         max_seq_len=max_seq_len,

@@ -14,7 +14,7 @@ from rollout_reassembler.contract.messages import FinalizedGroup, RolloutReassem
 from rollout_reassembler.data_plane.durable import replacing_folder
 from rollout_reassembler.files.archive import RECEIPTS_FILE, STAGED_FILE, Archive, read_archive
 from rollout_reassembler.files.exports import export_rows
-from rollout_reassembler.files.planes import CANONICAL, STAGING, OpenPlane, PlaneName, open_plane
+from rollout_reassembler.files.planes import CANONICAL, STAGING, OpenPlane, open_plane
 from rollout_reassembler.files.tables import groups_table, rejection_counts
 
 ROWS_FILE = "rows.parquet"
@@ -26,7 +26,7 @@ def run_archive(
     folder: Path,
     out: Path,
     *,
-    plane: PlaneName,
+    plane: str,
     workers: int,
     pad_token_id: int | None,
     max_seq_len: int | None,

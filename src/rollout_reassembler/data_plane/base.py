@@ -267,3 +267,10 @@ class DataPlaneClient(RowStore, ClaimQueue, Checkpointable, Protocol):
 
     def close(self) -> None:
         """Drop this connection. Only the client that started the plane also ends it."""
+
+
+class MemoryOwner(Protocol):
+    """A client that may own memory of its plane, and then saves and loads what lies there itself."""
+
+    def checkpoint_command(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Run a checkpoint command about this process's own memory; `None` if it gives none. Metadata, both ways."""

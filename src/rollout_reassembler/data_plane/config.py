@@ -1,13 +1,14 @@
 """Everything that configures a data plane, in one place.
 
-`impl` picks the adapter, `backend` the store behind it; the block named for the backend holds what
-only that store needs. The same config goes to every process: the one that bootstraps the plane
-reads the sizes, all others only connect.
+`impl` picks the adapter, `backend` the store behind it where it has several; the block named for the
+chosen one holds what only that needs, and is checked by its own model (`backends.py`). The same config
+goes to every process: the one that bootstraps the plane reads the sizes, all others only connect.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -20,8 +21,12 @@ from pydantic import (
     PositiveInt,
     TypeAdapter,
     ValidationError,
+    create_model,
     model_validator,
 )
+
+from rollout_reassembler.data_plane import backends
+from rollout_reassembler.data_plane.backends import Backend
 
 
 class _Block(BaseModel):
@@ -93,11 +98,16 @@ class DataPlaneConfig(_Block):
     `cells` says how TransferQueue holds jagged columns: `"bytes"` (one bytes value a cell, or an array
     where it is large; several times cheaper, read through this package's client) or `"tensors"` (jagged
     tensors that any TransferQueue client reads).
+
+    A backend of another distribution is chosen by `impl`, and its block is an attribute of its name like
+    those below. Whatever else is not named here is refused.
     """
 
+    model_config = ConfigDict(extra="allow", frozen=True)
+
     enabled: bool = True
-    impl: Literal["memory", "transfer_queue"] = "memory"
-    backend: Literal["simple", "mooncake_cpu"] = "simple"
+    impl: str = Field("memory", description="memory, transfer_queue, or the name of an installed backend")
+    backend: str = Field("simple", description="where rows of transfer_queue are: simple or mooncake_cpu")
     cells: Literal["bytes", "tensors"] = "bytes"
     deadlines: Deadlines = Deadlines()
     simple: SimpleBackendConfig = SimpleBackendConfig()
@@ -111,8 +121,30 @@ class DataPlaneConfig(_Block):
         "anything else",
     )
 
+    @property
+    def chosen(self) -> Backend:
+        """The backend that `impl` and `backend` name."""
+        return backends.chosen(self.impl, self.backend)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_blocks(cls, given: Any) -> Any:
+        """Check each block that is no field below by the model of the backend of its name; the chosen one has one."""
+        if not isinstance(given, Mapping):
+            return given
+        blocks = {name: block for name, block in given.items() if name not in cls.model_fields}
+        impl = given.get("impl")
+        if isinstance(impl, str) and impl not in given and (backend := backends.find(impl)) and backend.config:
+            blocks[impl] = {}
+        models: Any = {
+            name: (backend.config, ...) for name in blocks if (backend := backends.find(name)) and backend.config
+        }
+        checked = create_model(cls.__name__, __config__=ConfigDict(extra="forbid"), **models).model_validate(blocks)
+        return {**given, **{name: getattr(checked, name) for name in models}}
+
     @model_validator(mode="after")
-    def _mooncake_holds_bytes(self) -> Self:
-        if self.backend == "mooncake_cpu" and self.cells != "bytes":
-            raise ValueError("backend 'mooncake_cpu' holds cells='bytes' only")
+    def _holds_such_cells(self) -> Self:
+        if self.cells not in self.chosen.cells:
+            kinds = " or ".join(f"cells={kind!r}" for kind in self.chosen.cells)
+            raise ValueError(f"backend {self.chosen.name!r} holds {kinds} only")
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_reassembler.contract.features import feature
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 
@@ -17,9 +16,9 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
     client ends it. With `bootstrap=False` it only connects, and raises `DataPlaneUnavailable` within
     the connect deadline when there is nothing to connect to.
 
-    The adapters import what they need when they are chosen: the memory plane runs without torch,
-    Ray or TransferQueue. Raises `MissingExtra` where they are not installed, and pydantic's
-    `ValidationError` for a mapping that is no config.
+    A plane imports what it needs when it is chosen: the memory plane runs without torch, Ray or
+    TransferQueue. Raises `MissingExtra` where they are not installed, and pydantic's `ValidationError`
+    for a mapping that is no config.
     """
     if isinstance(cfg, Mapping):
         cfg = DataPlaneConfig.model_validate(cfg)
@@ -27,16 +26,4 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
         raise TypeError(f"cfg must be a DataPlaneConfig or a mapping of its fields, got {cfg!r:.80}")
     if not cfg.enabled:
         raise ValueError("the data plane is disabled in this config (enabled=False)")
-    if cfg.impl == "memory":
-        from rollout_reassembler.data_plane.memory import MemoryDataPlane
-
-        return MemoryDataPlane()
-    if cfg.backend == "mooncake_cpu":
-        with feature("the data plane on Mooncake", extra="ray,mooncake"):
-            from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
-
-        return MooncakeDataPlane(cfg, bootstrap=bootstrap)
-    with feature("the data plane on TransferQueue", extra="ray"):
-        from rollout_reassembler.data_plane.transfer_queue import TransferQueueDataPlane
-
-    return TransferQueueDataPlane(cfg, bootstrap=bootstrap)
+    return cfg.chosen.build(cfg, bootstrap=bootstrap)

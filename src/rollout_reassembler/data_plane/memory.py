@@ -32,8 +32,10 @@ from rollout_reassembler.contract.errors import (
     SchemaViolation,
 )
 from rollout_reassembler.contract.messages import KVBatchMeta
+from rollout_reassembler.data_plane.backends import Backend
 from rollout_reassembler.data_plane.base import (
     Column,
+    DataPlaneClient,
     FieldSpec,
     Reservation,
     SampleBatch,
@@ -50,7 +52,7 @@ from rollout_reassembler.data_plane.columns import (
     refuse_condemned,
     selected_fields,
 )
-from rollout_reassembler.data_plane.config import Deadlines
+from rollout_reassembler.data_plane.config import DataPlaneConfig, Deadlines
 from rollout_reassembler.data_plane.gate import WriteGate
 from rollout_reassembler.data_plane.memory_checkpoint import read_snapshot, write_snapshot
 
@@ -378,3 +380,10 @@ def _column(spec: FieldSpec, cells: list[Any]) -> Any:
 def _copied(tags: Tags) -> Tags:
     """A deep copy: a reader that changes nested tags must not change the plane."""
     return copy.deepcopy(tags)
+
+
+def _build(cfg: DataPlaneConfig, *, bootstrap: bool) -> DataPlaneClient:
+    return MemoryDataPlane()
+
+
+BACKEND = Backend(name="memory", build=_build, is_shared=False, cells=("bytes", "tensors"))

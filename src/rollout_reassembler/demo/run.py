@@ -37,7 +37,7 @@ from rollout_reassembler.demo.policy import DemoPolicy
 from rollout_reassembler.demo.proof import MAX_LOGPROB_ERROR, Proof, prove_rows, retokenized_rollouts
 from rollout_reassembler.demo.server import PolicyServer
 from rollout_reassembler.files.archive import write_archive
-from rollout_reassembler.files.planes import CANONICAL, STAGING, OpenPlane, PlaneName, open_plane
+from rollout_reassembler.files.planes import CANONICAL, STAGING, OpenPlane, open_plane
 from rollout_reassembler.files.tables import groups_table, rejection_counts
 from rollout_reassembler.staging.codec import unpack_call
 from rollout_reassembler.staging.places import place
@@ -60,7 +60,7 @@ class DemoSettings:
     """How large the demo is and where it runs."""
 
     out: Path = Path("runs/demo")
-    plane: PlaneName = "simple"
+    plane: str = "simple"
     workers: int = 2
     groups: int = 3
     rollouts: int = 8

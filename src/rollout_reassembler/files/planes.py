@@ -4,8 +4,8 @@
         StagingSink(plane.client, staging_partition=STAGING).stage(call)
         for group in plane.finalize_all(requests): ...
 
-`memory` finalizes in this process. `simple` and `mooncake_cpu` start a local Ray and a TransferQueue,
-the latter with a Mooncake master and a memory host, and finalize in that many reassembler actors.
+A plane of one process, as `memory` is, finalizes here. For any other a local Ray is started and all of the
+plane on it, and that many reassembler actors finalize.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from rollout_reassembler.contract.features import feature
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
+from rollout_reassembler.data_plane import backends
+from rollout_reassembler.data_plane.backends import Backend
 from rollout_reassembler.data_plane.base import DataPlaneClient
-from rollout_reassembler.data_plane.config import DataPlaneConfig, MooncakeCpuBackendConfig, SimpleBackendConfig
+from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
 from rollout_reassembler.reassembly.reassembler import RolloutReassembler
 from rollout_reassembler.reassembly.rows import register_canonical_partition
 from rollout_reassembler.staging.schema import register_staging_partition
 
-PlaneName = Literal["memory", "simple", "mooncake_cpu"]
 CANONICAL = "canonical"
 STAGING = "staging"
 
@@ -38,16 +38,26 @@ class OpenPlane:
 
 
 @contextmanager
-def open_plane(name: PlaneName, config: RolloutReassemblerActorConfig, *, workers: int) -> Iterator[OpenPlane]:
-    """Start the plane, register both partitions, and end all of it when the block ends."""
-    if name == "memory":
-        client = build_data_plane_client(DataPlaneConfig(impl="memory"))
-        _register(client, config)
-        yield OpenPlane(client, lambda requests: _finalize_here(client, config, requests))
-        client.close()
+def open_plane(name: str, config: RolloutReassemblerActorConfig, *, workers: int) -> Iterator[OpenPlane]:
+    """Start the plane of that backend, register both partitions, and end all of it when the block ends.
+
+    Raises `ValueError` for a name that no installed backend has.
+    """
+    backend = backends.require(name)
+    if backend.is_shared:
+        with _open_on_ray(backend, config, workers) as plane:
+            yield plane
         return
-    with _open_queue(name, config, workers) as plane:
-        yield plane
+    client = build_data_plane_client(_config_of(backend))
+    _register(client, config)
+    yield OpenPlane(client, lambda requests: _finalize_here(client, config, requests))
+    client.close()
+
+
+def _config_of(backend: Backend) -> DataPlaneConfig:
+    """The config by which all of the plane starts on this machine."""
+    block = {backend.name: backend.on_this_machine} if backend.config else {}
+    return DataPlaneConfig.model_validate({"impl": backend.impl, "backend": backend.name, **block})
 
 
 def _register(client: DataPlaneClient, config: RolloutReassemblerActorConfig) -> None:
@@ -66,17 +76,12 @@ def _finalize_here(
 
 
 @contextmanager
-def _open_queue(name: PlaneName, config: RolloutReassemblerActorConfig, workers: int) -> Iterator[OpenPlane]:
-    with feature(f"the {name} plane", extra="ray,mooncake" if name == "mooncake_cpu" else "ray"):
+def _open_on_ray(backend: Backend, config: RolloutReassemblerActorConfig, workers: int) -> Iterator[OpenPlane]:
+    with feature(f"the {backend.name} plane", extra=backend.extra or "ray"):
         from rollout_reassembler.actors.pool import ReassemblerPool
         from rollout_reassembler.actors.rollout_reassembler_actor import create_rollout_reassembler_actors
 
-    dp_config = DataPlaneConfig(
-        impl="transfer_queue",
-        backend="mooncake_cpu" if name == "mooncake_cpu" else "simple",
-        simple=SimpleBackendConfig(num_storage_units=1),
-        mooncake_cpu=MooncakeCpuBackendConfig(master_server_address="127.0.0.1:0", start_master=True, memory_hosts=1),
-    )
+    dp_config = _config_of(backend)
     from rollout_reassembler.data_plane.transfer_queue.cluster import local_ray
 
     with local_ray(num_cpus=workers + 4):

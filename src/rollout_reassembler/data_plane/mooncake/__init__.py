@@ -10,6 +10,7 @@ host.py         a memory host: the process that owns a segment
 participant.py  checkpoint commands, run by an owner of memory
 owners.py       the handles by which a driver commands owners
 checkpoint.py   the driver's side of a checkpoint
+backend.py      how the plane is named, built and examined
 
 Nothing is imported here: a memory host needs neither torch nor TransferQueue.
 """

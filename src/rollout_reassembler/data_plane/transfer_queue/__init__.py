@@ -13,8 +13,7 @@ keys.py        what a plane's sockets prove to each other
 handshake.py   connecting with keys, and why a peer does not take them
 servers.py     the queue's own processes, with keys
 environment.py the version that this adapter was measured with, and what the queue reads from the environment
+backend.py     how the plane is named, built and examined
+
+Nothing is imported here: to look at the backend needs neither torch nor TransferQueue.
 """
-
-from rollout_reassembler.data_plane.transfer_queue.client import TransferQueueDataPlane
-
-__all__ = ["TransferQueueDataPlane"]
