@@ -305,11 +305,11 @@ def _hidden(plane: MemoryDataPlane) -> str:
     """Numbers, claims, and values that were not announced."""
     rows = {
         (name, key): (row.number, sorted(row.claimed_by), {column: repr(cell) for column, cell in row.stored.items()})
-        for name, partition in plane._partitions.items()
+        for name, partition in plane.tables.partitions.items()
         if name != STAGING
         for key, row in partition.rows.items()
     }
-    return repr((plane._numbered, rows))
+    return repr((plane.tables.numbered, rows))
 
 
 class SteppedPlane:

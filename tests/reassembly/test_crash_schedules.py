@@ -60,7 +60,7 @@ class Group:
     def make_plane(self) -> MemoryDataPlane:
         """A fresh plane with the group staged, and beside it a stranger's rollout and finished row."""
         plane = memory_plane(with_routes=self.options == DIRECT)
-        plane._epoch = EPOCH
+        plane.tables.life = EPOCH
         plane.register_partition(RECORDS, {})
         plane.register_partition(LOST, {})
         plane.now = lambda: NOW  # type: ignore[method-assign]

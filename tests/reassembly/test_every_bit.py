@@ -109,7 +109,7 @@ class _WithoutClears(MemoryDataPlane):
 
     def staged(self, rollout: MadeRollout) -> _WithoutClears:
         template = memory_plane(with_routes=True)
-        self._partitions = template._partitions
+        self.tables.partitions = template.tables.partitions
         self.put_samples(
             [place_of(call) for call in rollout.calls],
             STAGING,

@@ -219,13 +219,13 @@ def test_a_replacement_ends_where_released_numbers_come_back_at_once() -> None:
     class Reusing(MemoryDataPlane):
         def release_samples(self, reservation: Any) -> None:
             super().release_samples(reservation)
-            self._numbered = min(reservation.numbers) - 1
+            self.tables.numbered = min(reservation.numbers) - 1
 
     plane = Reusing()
     registered(plane)
     finalize(plane, ROLLOUTS, staged_on="another", accept_lost=True)
     stage(plane, *ROLLOUTS)
-    plane._numbered = max(plane.reserve_samples(["g_g0", "g_g1"], CANONICAL).numbers)
+    plane.tables.numbered = max(plane.reserve_samples(["g_g0", "g_g1"], CANONICAL).numbers)
     assert tokens_of(plane, finalize(plane, ROLLOUTS, staged_on="another")) == WANTED
 
 

@@ -106,7 +106,7 @@ class TestSuccess:
 
 
 def _spec(plane: MemoryDataPlane, column: str) -> Any:
-    return plane._partitions[STAGING].schema[column]
+    return plane.tables.partitions[STAGING].schema[column]
 
 
 class TestFailures:

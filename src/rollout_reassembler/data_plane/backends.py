@@ -5,9 +5,8 @@ A plane of another distribution is there once that is installed. It says so by o
     [project.entry-points."rollout_reassembler.data_planes"]
     sqlite = "rollout_sqlite:BACKEND"
 
-and is chosen like this package's own, its settings in the block of its name:
-
-    DataPlaneConfig.model_validate({"impl": "sqlite", "sqlite": {"path": "/scratch/run7.db"}})
+and is chosen like this package's own, its settings in the block of its name: `impl: sqlite` and
+`sqlite: {path: /scratch/run7.db}` of a `DataPlaneConfig`.
 
 The module of a `Backend` is imported to look at it, so it imports torch, Ray and the like only when it builds.
 """
@@ -59,7 +58,7 @@ class Backend:
     on_this_machine: Mapping[str, Any] = field(default_factory=dict)
     extra: str = ""
     is_shared: bool = True
-    """Whether other processes can connect to it; if not, its rows end with their process."""
+    """Whether other processes can connect to it at the same time."""
     cells: tuple[str, ...] = ("bytes",)
     """The values of `DataPlaneConfig.cells` that it takes."""
     has_owners: bool = False

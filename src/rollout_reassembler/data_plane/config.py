@@ -126,6 +126,11 @@ class DataPlaneConfig(_Block):
         """The backend that `impl` and `backend` name."""
         return backends.chosen(self.impl, self.backend)
 
+    @property
+    def block(self) -> Any:
+        """The settings of the chosen backend, an instance of its `config`. `AttributeError` where it takes none."""
+        return getattr(self, self.chosen.name)
+
     @model_validator(mode="before")
     @classmethod
     def _check_blocks(cls, given: Any) -> Any:
