@@ -14,11 +14,12 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from rollout_reassembler.data_plane.config import DataPlaneConfig, Deadlines, MooncakeCpuBackendConfig
-from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
+from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane, mooncake_plane
 from rollout_reassembler.data_plane.mooncake.connection import connect
 from rollout_reassembler.data_plane.mooncake.master import start_master
 from rollout_reassembler.data_plane.mooncake.owners import PipeOwner
@@ -85,20 +86,20 @@ class MooncakeSite:
             mooncake_cpu=MooncakeCpuBackendConfig(**settings),
         )
 
-    def connect(self, deadlines: Deadlines = DEADLINES, *, owners: bool = True, **store: Any) -> MooncakeDataPlane:
-        """A client in this process; with `owners` it commands the memory hosts."""
+    def connect(
+        self, deadlines: Deadlines = DEADLINES, *, owners: bool = True, started: ExitStack | None = None, **store: Any
+    ) -> MooncakeDataPlane:
+        """A client in this process; with `owners` it commands the memory hosts, with `started` it owns the plane."""
         cfg = self.config(deadlines, **store)
         address = self.controller.address
-        plane = MooncakeDataPlane.over_connection(
-            connect(cfg, cfg.mooncake_cpu, server_info(address), keys_of(address)), cfg
-        )
+        plane = mooncake_plane(connect(cfg, cfg.mooncake_cpu, server_info(address), keys_of(address)), cfg, started)
         for host in self.hosts if owners else ():
             plane.add_owner(host.owner)
         return plane
 
     def set_numbers_aside(self, plane: MooncakeDataPlane) -> None:
         """What whoever starts a queue does."""
-        in_a_call(plane, lambda call: plane._rows.set_numbers_aside(call, 8192))
+        in_a_call(plane, lambda call: plane._rows.controller.set_numbers_aside(call, 8192))
 
     def close(self) -> None:
         for host in self.hosts:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_reassembler.data_plane.config import DataPlaneConfig, Deadlines
-from rollout_reassembler.data_plane.transfer_queue.client import TransferQueueDataPlane
+from rollout_reassembler.data_plane.transfer_queue.client import QueueDataPlane, queue_plane
 from rollout_reassembler.data_plane.transfer_queue.keys import Keys
 
 T = TypeVar("T")
@@ -62,13 +62,13 @@ class PlainQueue:
     controller: Server
     unit: Server
 
-    def connect(self, deadlines: Deadlines) -> TransferQueueDataPlane:
+    def connect(self, deadlines: Deadlines) -> QueueDataPlane:
         from rollout_reassembler.data_plane.transfer_queue.connection import connect_sockets
 
         cfg = DataPlaneConfig(impl="transfer_queue", deadlines=deadlines)
         controller, unit = server_info(self.controller.address), server_info(self.unit.address)
-        rows = connect_sockets(controller, {"unit": unit}, deadlines.connect, keys_of(self.controller.address))
-        return TransferQueueDataPlane.over(rows, cfg)
+        connected = connect_sockets(controller, {"unit": unit}, deadlines.connect, keys_of(self.controller.address))
+        return queue_plane(connected, cfg)
 
     def stop(self) -> None:
         self.controller.kill()
@@ -126,7 +126,7 @@ def hide(plane: Any, meta: Any) -> None:
     from transfer_queue.utils.zmq_utils import ZMQRequestType
 
     rows = {"global_indexes": meta.global_indexes, "partition_ids": meta.partition_ids}
-    in_a_call(plane, lambda call: call.ask(plane._rows.controller, ZMQRequestType.MARK_CLEARING, rows))
+    in_a_call(plane, lambda call: call.ask(plane._rows.controller.peer, ZMQRequestType.MARK_CLEARING, rows))
 
 
 def server_info(address: dict[str, Any]) -> Any:

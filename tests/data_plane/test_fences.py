@@ -68,7 +68,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def state_of(plane: Any) -> Any:
     """All that a checkpoint of the partition would hold."""
-    produced = in_a_call(plane, lambda call: plane._rows._produced(call, "p", ["step"]))
+    produced = in_a_call(plane, lambda call: plane._rows.controller.produced(call, "p", ["step"]))
     rows = plane.get_samples(["a", "b"], "p", partial=True)
     return plane.list_samples("p"), rows.sample_ids, rows["step"].tolist(), produced
 

@@ -102,7 +102,7 @@ def test_nothing_is_left_in_the_store_of_rows_that_are_cleared_or_replaced(queue
     site = MooncakeSite(queues)
     plane = site.connect()
     plane.register_partition("p", SCHEMA)
-    store = plane._mooncake.store
+    store = plane._checkpoints.connected.store
     large = {"payload": [bytes_of(100_000)], "tokens": [np.arange(200)]}
     plane.put_samples(["a"], "p", large)
     plane.put_samples(["tags"], "p", tags=[{"x": 1}])
@@ -143,14 +143,14 @@ def test_a_full_store_says_so_and_works_again_once_rows_are_cleared(queues: Queu
 
 def test_a_clear_that_did_not_come_to_its_end_is_finished_by_the_next(plane: Any, partition: str) -> None:
     plane.put_samples(["a", "b"], partition, columns_of([row(1, 700), row(2, 700)]))
-    rows = plane._mooncake.rows
+    rows = plane._rows
     meta = in_a_call(plane, lambda call: rows._found(call, partition, ["a"]))
     hide(plane, meta)
-    objects = rows._values.store.places(sorted(_names(meta)))
+    objects = rows._store.store.places(sorted(_names(meta)))
     assert objects
     assert plane.get_samples(["a", "b"], partition, partial=True).missing == ["a"]
     plane.clear_samples(["a", "b"], partition)
-    assert rows._values.store.places(list(objects)) == {}
+    assert rows._store.store.places(list(objects)) == {}
     assert plane.list_samples(partition) == {}
 
 
@@ -217,12 +217,12 @@ WRITER = """
 import os, signal, sys
 from tests.data_plane.plain_queue import keys_of, server_info
 from rollout_reassembler.data_plane.config import DataPlaneConfig
-from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
+from rollout_reassembler.data_plane.mooncake.client import mooncake_plane
 from rollout_reassembler.data_plane.mooncake.connection import connect
 cfg = DataPlaneConfig.model_validate_json(sys.argv[1])
 address = eval(sys.argv[2])
 connected = connect(cfg, cfg.mooncake_cpu, server_info(address), keys_of(address))
-plane = MooncakeDataPlane.over_connection(connected, cfg)
+plane = mooncake_plane(connected, cfg)
 plane.put_samples([f"k{i}" for i in range(20)], sys.argv[3], {"payload": [bytes([i]) * 50_000 for i in range(20)]})
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -238,7 +238,7 @@ def test_a_killed_writer_takes_no_row_along(plane: Any, partition: str, site: Mo
 
 def test_what_had_not_begun_when_its_call_ended_is_not_done(plane: Any) -> None:
     """The store's threads are taken: a put that waits for one of them would write objects that nobody refers to."""
-    values, release, done = plane._mooncake.rows._values, threading.Event(), []
+    values, release, done = plane._checkpoints.connected.values, threading.Event(), []
     blockers = [values._threads.submit(release.wait, 20) for _ in range(4)]
     with pytest.raises(DataPlaneTimeout), plane._rows.sockets.call(CallSite("test"), 0.3) as call:
         values._run(call, lambda: done.append("late"))
@@ -253,27 +253,26 @@ def test_a_memory_host_may_join_later(plane: Any, partition: str, site: Mooncake
     plane.add_owner(late.owner)
     keys = [f"k{index}" for index in range(40)]
     plane.put_samples(keys, partition, {"payload": [bytes_of(70_000)] * 40})
-    store = plane._mooncake.store
-    rows = in_a_call(plane, plane._mooncake.rows.stored)
+    store = plane._checkpoints.connected.store
+    rows = in_a_call(plane, plane._checkpoints.connected.values.stored)
     assert len(set(store.places(list(rows)).values())) == 3
     plane.clear_samples(None, partition)
-    plane._owners.pop()
+    plane._checkpoints.owners.pop()
     late.kill()
 
 
 def test_whoever_started_the_plane_takes_its_rows_out_of_hosts_that_go_on(queues: QueueHost) -> None:
     site = MooncakeSite(queues)
-    owner, other = site.connect(), site.connect(owners=False)
+    owner, other = site.connect(started=ExitStack()), site.connect(owners=False)
     owner.register_partition("p", SCHEMA)
     owner.put_samples(["a"], "p", columns_of([row(1, 900)]))
     other.close()
     third = site.connect(owners=False)
     assert_same_row(next(third.get_samples(["a"], "p").rows())[1], row(1, 900))
-    names = list(in_a_call(third, third._mooncake.rows.stored))
-    assert all(third._mooncake.store.are_there(names))
-    owner._started = ExitStack()
+    names = list(in_a_call(third, third._checkpoints.connected.values.stored))
+    assert all(third._checkpoints.connected.store.are_there(names))
     owner.close()
-    assert not any(third._mooncake.store.are_there(names))
+    assert not any(third._checkpoints.connected.store.are_there(names))
     third.close()
     site.close()
 
@@ -313,7 +312,7 @@ def test_an_owner_of_another_session_is_refused_until_it_is_taken_over(queues: Q
     second = site.connect(owners=False)
     with pytest.raises(RequestError, match=f"serves session '{first.session}'"):
         second.add_owner(site.hosts[0].owner)
-    assert first._mooncake.store.session != second.session
+    assert first._checkpoints.connected.store.session != second.session
     second.add_owner(site.hosts[0].owner, take_over=True)
     second.register_partition("p", SCHEMA)
     second.put_samples(["a"], "p", columns_of([row(2, 900)]))

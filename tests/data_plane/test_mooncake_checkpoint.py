@@ -107,7 +107,7 @@ def test_all_of_it_comes_back_over_other_owners(queues: QueueHost, saved: Saved,
 
 def _assert_balanced(plane: Any, saved: Saved, hosts: int) -> None:
     objects = read_manifest(saved.directory).objects
-    places = plane._mooncake.store.places([o.name for o in objects])
+    places = plane._checkpoints.connected.store.places([o.name for o in objects])
     loads = dict.fromkeys(places.values(), 0)
     for o in objects:
         loads[places[o.name]] += o.size
@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_names_its_file_and_changes_nothing(
     with pytest.raises(CheckpointDamaged, match=match):
         live.plane.load_checkpoint(str(copy))
     assert whole_plane(live.plane) == live.contents
-    assert not any(live.plane._mooncake.store.are_there([saved.name for saved in manifest.objects]))
+    assert not any(live.plane._checkpoints.connected.store.are_there([saved.name for saved in manifest.objects]))
 
 
 def test_a_checkpoint_that_does_not_fit_changes_nothing(queues: QueueHost, saved: Saved) -> None:
@@ -222,7 +222,7 @@ def test_an_owner_that_dies_while_loading_changes_nothing(queues: QueueHost, sav
     plane: Any = site.connect()
     plane.register_partition("p", {"step": FieldSpec("int64")})
     plane.put_samples(["a"], "p", {"step": [1]})
-    owner = plane._owners[1]
+    owner = plane._checkpoints.owners[1]
     command = owner.command
 
     def dying(body: dict[str, Any], seconds: float) -> Any:
@@ -234,13 +234,15 @@ def test_an_owner_that_dies_while_loading_changes_nothing(queues: QueueHost, sav
     with pytest.raises(DataPlaneError, match="is gone"):
         plane.load_checkpoint(str(saved.directory))
     assert plane.get_samples(["a"], "p")["step"].tolist() == [1]
-    assert not any(plane._mooncake.store.are_there([o.name for o in read_manifest(saved.directory).objects]))
+    assert not any(
+        plane._checkpoints.connected.store.are_there([o.name for o in read_manifest(saved.directory).objects])
+    )
     plane.close()
     site.close()
 
 
 def test_an_owner_that_brings_fewer_objects_is_an_error(live: Live, saved: Saved, monkeypatch: Any) -> None:
-    owner = live.plane._owners[0]
+    owner = live.plane._checkpoints.owners[0]
     command = owner.command
 
     def lazy(body: dict[str, Any], seconds: float) -> Any:
@@ -271,7 +273,7 @@ def test_a_load_into_the_plane_that_was_saved_keeps_what_is_there(queues: QueueH
     assert plane.get_samples(["a", "b"], "p")["payload"] == LARGE[:2]
     assert plane.list_samples("p").keys() == {"a", "b"}
     plane.clear_samples(None, "p")
-    assert plane._mooncake.store.remove_session() == 0
+    assert plane._checkpoints.connected.store.remove_session() == 0
     plane.close()
     site.close()
 
@@ -279,7 +281,7 @@ def test_a_load_into_the_plane_that_was_saved_keeps_what_is_there(queues: QueueH
 def test_a_save_while_rows_change_is_an_error_and_keeps_the_last_one(live: Live, tmp_path: Path) -> None:
     directory = tmp_path / "ck"
     live.plane.save_checkpoint(str(directory), metadata={"n": 1})
-    owner = live.plane._owners[0]
+    owner = live.plane._checkpoints.owners[0]
     command = owner.command
 
     def meanwhile(body: dict[str, Any], seconds: float) -> Any:

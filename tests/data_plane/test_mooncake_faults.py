@@ -68,7 +68,7 @@ def test_a_dead_memory_host_is_an_error_in_time_and_never_bytes(site: MooncakeSi
 
 def test_a_row_whose_memory_the_master_has_written_off_is_lost_not_missing(plane: Any) -> None:
     """What is left some ten seconds after the death of a host: a row that is listed, and no object."""
-    store = plane._mooncake.store
+    store = plane._checkpoints.connected.store
     store.remove_session()
     for partial in (False, True):
         with pytest.raises(DataPlaneUnavailable, match="row 'a' is lost") as raised:

@@ -78,7 +78,7 @@ def requests_sent(alone: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], i
 
 
 def numbered(plane: Any, keys: list[str], partition: str, *, create: bool = False) -> Any:
-    return in_a_call(plane, lambda call: plane._rows._meta_of(call, partition, keys, create=create))
+    return in_a_call(plane, lambda call: plane._rows.controller.meta_of(call, partition, keys, create=create))
 
 
 def write_values(plane: Any, meta: Any, columns: dict[str, list[Any]]) -> None:

@@ -217,7 +217,9 @@ def test_a_row_replaced_between_the_steps_of_a_read_is_never_another_row(
 
     def numbers(partition: str, key: str) -> list[int]:
         rows: Any = others._rows
-        indexes: list[int] = in_a_call(others, lambda call: rows._meta_of(call, partition, [key])).global_indexes
+        indexes: list[int] = in_a_call(
+            others, lambda call: rows.controller.meta_of(call, partition, [key])
+        ).global_indexes
         return indexes
 
     def interrupt() -> None:

@@ -155,7 +155,7 @@ def test_a_server_whose_doorkeeper_is_gone_lets_nobody_in(tmp_path: Path) -> Non
 def test_a_call_costs_no_new_handshake(queue: PlainQueue) -> None:
     plane = queue.connect(DEADLINES)
     for _ in range(5):
-        in_a_call(plane, lambda call: plane._rows.partitions(call))
+        in_a_call(plane, lambda call: plane._rows.controller.partitions(call))
     lines = plane._rows.sockets._idle
     assert [len(idle) for idle in lines.values()] == [1]
     assert next(plane._rows.sockets._numbers) == 1

@@ -23,7 +23,7 @@ def _put(
     from transfer_queue.metadata import extract_field_schema
     from transfer_queue.utils.zmq_utils import ZMQRequestType
 
-    meta = rows._meta_of(call, partition, [key], create=True)
+    meta = rows.controller.meta_of(call, partition, [key], create=True)
     if fields is not None:
         values = TensorDict(fields, batch_size=1)
         rows._store.put(call, meta, {name: _unbound(values[name]) for name in fields})
@@ -33,7 +33,7 @@ def _put(
                 column["per_sample_shapes"] = dict(zip(meta.global_indexes, shapes, strict=True))
         news = {"partition_id": partition, "global_indexes": meta.global_indexes, "field_schema": schema}
         # Refused or not: the queue's own client only logs that.
-        call.ask(rows.controller, ZMQRequestType.NOTIFY_DATA_UPDATE, news)
+        call.ask(rows.controller.peer, ZMQRequestType.NOTIFY_DATA_UPDATE, news)
     if tags is not None:
         rows._send_tags(call, partition, meta, [tags]).body()
 

@@ -1,6 +1,6 @@
 """Where in its work a process is, counted in requests to the queue, and dying there.
 
-    requests = Requests(plane)         # a connected TransferQueueDataPlane
+    requests = Requests(plane)         # a connected QueueDataPlane
     requests.die_at((7, "before"))     # SIGKILL to this process in place of its seventh request
     requests.steps                     # ["KV_RETRIEVE_META", "GET_DATA", …] so far
 

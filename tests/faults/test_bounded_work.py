@@ -13,7 +13,7 @@ from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout
 from rollout_reassembler.data_plane.base import FieldSpec
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
-from rollout_reassembler.data_plane.transfer_queue.client import TransferQueueDataPlane
+from rollout_reassembler.data_plane.transfer_queue.client import queue_plane
 from rollout_reassembler.staging.sink import StagingSink
 from tests.captures import STAGING, chain, registered
 from tests.data_plane.plain_queue import QueueHost, keys_of, server_info
@@ -50,8 +50,8 @@ def test_a_call_that_failed_at_one_unit_has_ended_at_the_other(queue_host: Queue
 
     full, other = queue_host.start_queue(capacity=0), queue_host.start_queue()
     units = {name: server_info(queue.unit.address) for name, queue in (("full", full), ("other", other))}
-    rows = connect_sockets(server_info(full.controller.address), units, 5.0, keys_of(full.controller.address))
-    plane = TransferQueueDataPlane.over(rows, DataPlaneConfig(impl="transfer_queue"))
+    connected = connect_sockets(server_info(full.controller.address), units, 5.0, keys_of(full.controller.address))
+    plane = queue_plane(connected, DataPlaneConfig(impl="transfer_queue"))
     plane.register_partition("p", {"step": FieldSpec("int64")})
     other.unit.stall()
     stalled_s, started = 0.7, time.monotonic()

@@ -44,7 +44,7 @@ class Claims:
 
 def set_numbers_aside(plane: Any) -> None:
     """What whoever starts a queue does."""
-    in_a_call(plane, lambda call: plane._rows.set_numbers_aside(call, 8192))
+    in_a_call(plane, lambda call: plane._rows.controller.set_numbers_aside(call, 8192))
 
 
 def deaths_of(steps: list[str]) -> list[Death]:

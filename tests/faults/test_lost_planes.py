@@ -196,7 +196,7 @@ def test_a_state_that_was_saved_never_shows_a_living_epoch(queue_host: QueueHost
         plane.save_checkpoint(str(tmp_path / "saved"))
         assert plane.epoch() == epoch
         load = {"path": str(tmp_path / "saved" / "controller_state.pkl")}
-        controller = client._rows.controller
+        controller = client._rows.controller.peer
         in_a_call(client, lambda call: call.ask(controller, ZMQRequestType.LOAD_CONTROLLER_CHECKPOINT, load))
         shown = in_a_call(client, lambda call: read_epoch(call, controller))
         assert is_mark(shown)

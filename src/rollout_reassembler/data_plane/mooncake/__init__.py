@@ -1,8 +1,8 @@
 """The data plane on Mooncake: the queue's controller knows the rows, a Mooncake store holds their values.
 
-client.py       the `DataPlaneClient`: the TransferQueue one with another store and checkpoints of its own
-rows.py         what a call does on the wire where values are objects of a store
-objects.py      a row's values as objects, and back
+client.py       the `DataPlaneClient`: the queue's, over rows whose values are here, with checkpoints of its own
+values.py       the values of rows as objects of a store
+objects.py      a row as objects, and back
 store.py        the store itself: its quirks end here
 connection.py   starting master, controller and memory hosts; attaching
 master.py       a Mooncake master as a child process

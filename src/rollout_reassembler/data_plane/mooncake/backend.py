@@ -16,9 +16,9 @@ _APT = "apt-get install libibverbs1"
 
 def _build(cfg: DataPlaneConfig, *, bootstrap: bool) -> DataPlaneClient:
     with feature("the data plane on Mooncake", extra=_EXTRA):
-        from rollout_reassembler.data_plane.mooncake.client import MooncakeDataPlane
+        from rollout_reassembler.data_plane.mooncake.client import open_mooncake
 
-    return MooncakeDataPlane(cfg, bootstrap=bootstrap)
+    return open_mooncake(cfg, bootstrap=bootstrap)
 
 
 def _checks() -> list[Finding]:

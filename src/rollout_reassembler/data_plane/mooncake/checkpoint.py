@@ -33,10 +33,10 @@ from rollout_reassembler.data_plane.checkpoint import (
     write_manifest,
 )
 from rollout_reassembler.data_plane.durable import complete_replacement, new_directory, put_in_place
+from rollout_reassembler.data_plane.mooncake.connection import Connection
 from rollout_reassembler.data_plane.mooncake.objects import StoredObject
 from rollout_reassembler.data_plane.mooncake.owners import Owner
-from rollout_reassembler.data_plane.mooncake.rows import MooncakeRows
-from rollout_reassembler.data_plane.mooncake.store import MooncakeStore, StoreFailure, as_data_plane_error
+from rollout_reassembler.data_plane.mooncake.store import StoreFailure, as_data_plane_error
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
 from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_controller, save_controller
 from rollout_reassembler.data_plane.trusted_files import require_trusted
@@ -59,9 +59,10 @@ class _Segment:
 class CheckpointDriver:
     """Saves and loads the state of one plane."""
 
-    def __init__(self, rows: MooncakeRows, store: MooncakeStore, owners: Sequence[Owner], seconds: float):
-        self._rows = rows
-        self._store = store
+    def __init__(self, connected: Connection, owners: Sequence[Owner], seconds: float):
+        self._rows = connected.rows
+        self._values = connected.values
+        self._store = connected.store
         self._owners = owners
         self._until = time.monotonic() + seconds
 
@@ -100,7 +101,7 @@ class CheckpointDriver:
         try:
             self._load_objects(site, directory, manifest, _balanced(site, segments, before, new), old)
             with self._rows.sockets.call(site, self._left()) as call:
-                load_controller(call, self._rows.controller, directory / CONTROLLER)
+                load_controller(call, self._rows.controller.peer, directory / CONTROLLER)
         except ReassemblerError as error:
             self._undo([saved.name for saved in new], error)
             raise
@@ -137,7 +138,7 @@ class CheckpointDriver:
             for name, offset, size, sha256 in answer["objects"]
         )
         with self._rows.sockets.call(site, self._left()) as call:
-            save_controller(call, self._rows.controller, partial / CONTROLLER)
+            save_controller(call, self._rows.controller.peer, partial / CONTROLLER)
         shards = {answer["shard"]: answer["size"] for answer in answers}
         write_manifest(partial, Manifest(checkpoint, sha256_of(partial / CONTROLLER), shards, saved, metadata))
 
@@ -186,7 +187,7 @@ class CheckpointDriver:
 
     def _stored(self, site: CallSite) -> dict[str, StoredObject]:
         with self._rows.sockets.call(site, self._left()) as call:
-            return self._rows.stored(call)
+            return self._values.stored(call)
 
     def _by_segment(
         self, site: CallSite, segments: Sequence[_Segment], objects: Mapping[str, StoredObject]

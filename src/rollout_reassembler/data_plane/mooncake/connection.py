@@ -22,7 +22,6 @@ from rollout_reassembler.data_plane.config import DataPlaneConfig, MooncakeCpuBa
 from rollout_reassembler.data_plane.mooncake.environment import on_this_node, prepare_environment
 from rollout_reassembler.data_plane.mooncake.host import MemoryHost
 from rollout_reassembler.data_plane.mooncake.master import start_master
-from rollout_reassembler.data_plane.mooncake.rows import MooncakeRows
 from rollout_reassembler.data_plane.mooncake.store import MooncakeStore
 from rollout_reassembler.data_plane.mooncake.values import MooncakeValues
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, run_blocking
@@ -42,7 +41,9 @@ from rollout_reassembler.data_plane.transfer_queue.connection import (
     start_ray,
     tell_controller,
 )
+from rollout_reassembler.data_plane.transfer_queue.controller import QueueController
 from rollout_reassembler.data_plane.transfer_queue.keys import Keys
+from rollout_reassembler.data_plane.transfer_queue.rows import QueueRows
 from rollout_reassembler.data_plane.transfer_queue.sockets import QueueSockets
 
 _BACKEND = BACKENDS["mooncake_cpu"]
@@ -55,11 +56,15 @@ _ATTACH = CallSite("connect")
 
 @dataclass(frozen=True)
 class Connection:
-    """An attached process: the rows, the store below them, and the actors that own its memory."""
+    """An attached process: the rows, where their values are, and the actors that own the memory of that."""
 
-    rows: MooncakeRows
-    store: MooncakeStore
+    rows: QueueRows
+    values: MooncakeValues
     hosts: tuple[Any, ...] = ()
+
+    @property
+    def store(self) -> MooncakeStore:
+        return self.values.store
 
 
 def start(cfg: DataPlaneConfig) -> ExitStack | None:
@@ -67,10 +72,10 @@ def start(cfg: DataPlaneConfig) -> ExitStack | None:
 
     Raises `DataPlaneUnavailable`, and leaves nothing behind then.
     """
-    start_ray(cfg)
+    start_ray(units=0)
     if find_controller(cfg.deadlines.connect) is not None:
         return None
-    check_cpus(cfg)
+    check_cpus(units=0)
     keys = fresh_keys(cfg)
     with ExitStack() as started:
         store = cfg.mooncake_cpu
@@ -105,7 +110,7 @@ def attach(cfg: DataPlaneConfig) -> Connection:
     store = cfg.mooncake_cpu.model_copy(update={name: shared[name] for name in _SHARED})
     connected = connect(cfg, on_this_node(store), config.controller.zmq_info, running_keys(config, cfg))
     hosts = tuple(ray.get_actor(name, namespace=NAMESPACE) for name in shared.hosts)
-    return Connection(connected.rows, connected.store, hosts)
+    return Connection(connected.rows, connected.values, hosts)
 
 
 def connect(
@@ -119,7 +124,9 @@ def connect(
         return MooncakeStore(store_config, session=session, segment_size=size)
 
     store = run_blocking(_ATTACH, connected, cfg.deadlines.connect)
-    return Connection(MooncakeRows(QueueSockets(keys), controller_peer(controller_info), MooncakeValues(store)), store)
+    controller = QueueController(controller_peer(controller_info))
+    values = MooncakeValues(store, controller)
+    return Connection(QueueRows(QueueSockets(keys), controller, values), values)
 
 
 def _host_class(name: str) -> Any:

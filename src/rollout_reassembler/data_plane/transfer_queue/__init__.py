@@ -2,6 +2,7 @@
 
 client.py      the `DataPlaneClient`: deadlines, schemas, errors; what callers meet
 rows.py        what one call does on the wire: its steps, each a round trip
+controller.py  what a client asks the queue's controller
 store.py       where values lie; another backend replaces it
 sockets.py     round trips that end: sockets, deadlines, lost peers
 wire.py        a checked column as the queue holds it, and back

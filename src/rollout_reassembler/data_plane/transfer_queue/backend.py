@@ -16,9 +16,9 @@ _EXTRA = "ray"
 
 def _build(cfg: DataPlaneConfig, *, bootstrap: bool) -> DataPlaneClient:
     with feature("the data plane on TransferQueue", extra=_EXTRA):
-        from rollout_reassembler.data_plane.transfer_queue.client import TransferQueueDataPlane
+        from rollout_reassembler.data_plane.transfer_queue.client import open_queue
 
-    return TransferQueueDataPlane(cfg, bootstrap=bootstrap)
+    return open_queue(cfg, bootstrap=bootstrap)
 
 
 def _checks() -> list[Finding]:

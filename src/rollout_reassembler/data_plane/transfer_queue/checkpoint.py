@@ -26,7 +26,7 @@ from transfer_queue.utils.zmq_utils import ZMQRequestType
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.data_plane.durable import complete_replacement, new_directory, put_in_place
 from rollout_reassembler.data_plane.file_manifest import FILE_MANIFEST, check_file_manifest, write_file_manifest
-from rollout_reassembler.data_plane.transfer_queue.calls import Peer
+from rollout_reassembler.data_plane.transfer_queue.calls import CallSite, Peer
 from rollout_reassembler.data_plane.transfer_queue.epoch import (
     marked_while_saved,
     new_epoch,
@@ -35,6 +35,7 @@ from rollout_reassembler.data_plane.transfer_queue.epoch import (
     write_epoch,
     write_mark,
 )
+from rollout_reassembler.data_plane.transfer_queue.rows import QueueRows
 from rollout_reassembler.data_plane.transfer_queue.sockets import Call, Refusal, all_bodies
 from rollout_reassembler.data_plane.trusted_files import require_trusted
 
@@ -43,6 +44,35 @@ _METADATA = "metadata.json"
 _CONTROLLER = "controller_state.pkl"
 _UNITS = "simple_storage"
 _WHICH_UNIT = "storage_unit_info.json"
+_OWN_PARTITIONS = "rollout_reassembler."
+
+
+class QueueCheckpoints:
+    """Saves and loads the state of a queue whose values are in its own storage units."""
+
+    def __init__(self, rows: QueueRows, units: Sequence[Peer], seconds: float) -> None:
+        self._rows = rows
+        self._units = units
+        self._seconds = seconds
+
+    def save(self, directory: str, metadata: Mapping[str, Any]) -> None:
+        """Write the controller's and the storage units' state, in the queue's own layout.
+
+        Quiesce first: the parts are written one after another. On several nodes the directory
+        must be on a file system that all of them share.
+        """
+        site, path = CallSite("save_checkpoint", directory), Path(directory).absolute()
+        with self._rows.sockets.call(site, self._seconds) as call:
+            save_queue(call, self._rows.controller.peer, self._units, path, metadata)
+
+    def load(self, directory: str) -> dict[str, Any]:
+        """Replace what is in the queue; the metadata. The files are pickles: load none that you did not write."""
+        site, path = CallSite("load_checkpoint", directory), Path(directory).absolute()
+        controller = self._rows.controller
+        with self._rows.sockets.call(site, self._seconds) as call:
+            names = (name for name in controller.partitions(call) if not name.startswith(_OWN_PARTITIONS))
+            holds_rows = any(controller.list_all(call, name) for name in names)
+            return load_queue(call, controller.peer, self._units, path, holds_rows=holds_rows)
 
 
 def save_queue(

@@ -2,8 +2,8 @@
 
 The driver bootstraps and owns the queue, every other process of the Ray cluster only connects:
 
-    plane = TransferQueueDataPlane(cfg, bootstrap=True)      # driver; closing this one ends the queue
-    plane = TransferQueueDataPlane(cfg, bootstrap=False)     # actors and staging workers
+    plane = open_queue(cfg, bootstrap=True)      # driver; closing this one ends the queue
+    plane = open_queue(cfg, bootstrap=False)     # actors and staging workers
 
 What to know beyond `base.py`:
 
@@ -23,13 +23,11 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from rollout_reassembler.contract.errors import (
-    DataPlaneError,
     PartitionNotRegistered,
     RowsMissing,
     SchemaViolation,
@@ -52,12 +50,13 @@ from rollout_reassembler.data_plane.columns import (
     checked_tags,
     selected_fields,
 )
-from rollout_reassembler.data_plane.config import DataPlaneConfig
+from rollout_reassembler.data_plane.config import DataPlaneConfig, Deadlines
 from rollout_reassembler.data_plane.transfer_queue.calls import CallSite
 from rollout_reassembler.data_plane.transfer_queue.environment import check_version, prepare_environment
 from rollout_reassembler.data_plane.transfer_queue.wire import from_queue, to_queue
 
 if TYPE_CHECKING:
+    from rollout_reassembler.data_plane.transfer_queue.connection import Connection
     from rollout_reassembler.data_plane.transfer_queue.rows import QueueRows
     from rollout_reassembler.data_plane.transfer_queue.sockets import Call
 
@@ -71,45 +70,69 @@ NUMBERS_SET_ASIDE = 1 << 16
 """So many rows are written, less those that live, before a new row gets the number of one that was cleared."""
 
 
-class TransferQueueDataPlane:
-    """A connection to the TransferQueue of this Ray cluster. Safe to share between threads.
+class Checkpoints(Protocol):
+    """How the state of a plane gets to disk and back. Raises `DataPlaneError`."""
 
+    def save(self, directory: str, metadata: Mapping[str, Any]) -> None: ...
+
+    def load(self, directory: str) -> dict[str, Any]: ...
+
+
+def open_queue(cfg: DataPlaneConfig, *, bootstrap: bool) -> QueueDataPlane:
+    """Connect to the TransferQueue of this Ray cluster; with `bootstrap` start one if there is none."""
+    check_version()
+    prepare_environment()
+    # Only now: the queue reads its environment when it is imported.
+    from rollout_reassembler.data_plane.transfer_queue import connection
+
+    with ExitStack() as lifetime:
+        started = connection.start_queue(cfg) if bootstrap else None
+        if started is not None:
+            lifetime.enter_context(started)
+        connected = connection.attach(cfg)
+        if started is not None:
+            begin(connected.rows, cfg.deadlines)
+        return queue_plane(connected, cfg, lifetime)
+
+
+def queue_plane(connected: Connection, cfg: DataPlaneConfig, started: ExitStack | None = None) -> QueueDataPlane:
+    """A client over a connection that is open already. It takes over and ends what this process has `started`."""
+    from rollout_reassembler.data_plane.transfer_queue.checkpoint import QueueCheckpoints
+
+    checkpoints = QueueCheckpoints(connected.rows, connected.units, cfg.deadlines.checkpoint)
+    return QueueDataPlane(connected.rows, checkpoints, lifetime_of(connected.rows, started), cfg)
+
+
+def lifetime_of(rows: QueueRows, started: ExitStack | None) -> ExitStack:
+    """What ends with a client: its sockets and its store, then what was started."""
+    lifetime = started.pop_all() if started is not None else ExitStack()
+    lifetime.callback(rows.close, _CLOSE_SECONDS)
+    return lifetime
+
+
+def begin(rows: QueueRows, deadlines: Deadlines) -> None:
+    """What whoever started a queue does before anybody writes to it."""
+    with rows.sockets.call(CallSite("bootstrap"), deadlines.bootstrap) as call:
+        rows.controller.set_numbers_aside(call, NUMBERS_SET_ASIDE)
+        rows.begin_epoch(call)
+
+
+class QueueDataPlane:
+    """A connection to a plane of which TransferQueue's controller knows the rows. Safe to share between threads.
+
+    `rows` is where they are, `checkpoints` how all of it is saved, `lifetime` what ends with this client.
     A call takes as long as its deadline at most; the first one on a partition also looks up its
     columns, which has the metadata deadline.
     """
 
-    def __init__(self, cfg: DataPlaneConfig, *, bootstrap: bool) -> None:
-        check_version()
-        prepare_environment()
-        # Only now: the queue reads its environment when it is imported.
-        from rollout_reassembler.data_plane.transfer_queue import connection
-
-        self._started: ExitStack | None = connection.start_queue(cfg) if bootstrap else None
-        try:
-            self._use(connection.attach(cfg), cfg)
-        except DataPlaneError:
-            if self._started is not None:
-                self._started.close()
-            raise
-
-    @classmethod
-    def over(cls, rows: QueueRows, cfg: DataPlaneConfig) -> TransferQueueDataPlane:
-        """A client over sockets that are open already, of a queue that somebody else started."""
-        plane = cls.__new__(cls)
-        plane._started = None
-        plane._use(rows, cfg)
-        return plane
-
-    def _use(self, rows: QueueRows, cfg: DataPlaneConfig) -> None:
+    def __init__(self, rows: QueueRows, checkpoints: Checkpoints, lifetime: ExitStack, cfg: DataPlaneConfig) -> None:
         self._rows = rows
+        self._checkpoints = checkpoints
+        self._lifetime = lifetime
         self._cells = cfg.cells
         self._deadlines = cfg.deadlines
         self._gate = SharedGate(_GateRows(rows, cfg.deadlines.metadata))
         self._schemas: dict[str, dict[str, FieldSpec]] = {}
-        if self._started is not None:
-            with rows.sockets.call(CallSite("bootstrap"), self._deadlines.bootstrap) as call:
-                rows.set_numbers_aside(call, NUMBERS_SET_ASIDE)
-                rows.begin_epoch(call)
 
     def register_partition(
         self,
@@ -248,7 +271,7 @@ class TransferQueueDataPlane:
         site = CallSite("list_samples", partition_id)
         self._schema(site)
         with self._call(site, self._deadlines.metadata) as call:
-            return self._rows.list_all(call, partition_id)
+            return self._rows.controller.list_all(call, partition_id)
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         """As in `base.py`. `None` clears the rows that are there when the call begins."""
@@ -301,23 +324,15 @@ class TransferQueueDataPlane:
         return self._gate.quiesced(deadline_s)
 
     def save_checkpoint(self, directory: str, *, metadata: Mapping[str, Any] | None = None) -> None:
-        """Write the controller's and the storage units' state, in the queue's own layout.
-
-        Quiesce first: the parts are written one after another. On several nodes the directory
-        must be on a file system that all of them share.
-        """
-        site, path = CallSite("save_checkpoint", directory), Path(directory).absolute()
-        with self._call(site, self._deadlines.checkpoint) as call:
-            self._rows.save(call, path, metadata or {})
+        """As in `base.py`. The directory must be on a file system that all parts of the plane share."""
+        self._checkpoints.save(directory, metadata or {})
 
     def load_checkpoint(self, directory: str) -> dict[str, Any]:
-        """Replace what is in the queue. The files are pickles: load none that you did not write.
+        """Replace what is in the plane. Part of it are pickles: load none that you did not write.
 
         Clients that know partitions from before keep their columns: let them reconnect.
         """
-        site, path = CallSite("load_checkpoint", directory), Path(directory).absolute()
-        with self._call(site, self._deadlines.checkpoint) as call:
-            metadata = self._rows.load(call, path)
+        metadata = self._checkpoints.load(directory)
         self._schemas.clear()
         self._gate.forget_restored()
         return metadata
@@ -325,10 +340,7 @@ class TransferQueueDataPlane:
     def close(self) -> None:
         """Drop this process's sockets; the client that started the queue also ends it, with all rows."""
         self._gate.close()
-        self._rows.close(_CLOSE_SECONDS)
-        if self._started is not None:
-            self._started.close()
-            self._started = None
+        self._lifetime.close()
 
     def _call(self, site: CallSite, seconds: float) -> AbstractContextManager[Call]:
         return self._rows.sockets.call(site, seconds)
@@ -379,7 +391,7 @@ class _GateRows:
 
     def list(self) -> dict[str, Tags]:
         with self._call() as call:
-            return self._rows.list_all(call, GATE_PARTITION)
+            return self._rows.controller.list_all(call, GATE_PARTITION)
 
     def clear(self, keys: Sequence[str]) -> None:
         with self._call() as call:

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -34,6 +35,7 @@ from rollout_reassembler.data_plane.transfer_queue.cluster import (
     is_on_loopback,
     start_local_ray,
 )
+from rollout_reassembler.data_plane.transfer_queue.controller import QueueController
 from rollout_reassembler.data_plane.transfer_queue.keys import Keys
 from rollout_reassembler.data_plane.transfer_queue.rows import QueueRows
 from rollout_reassembler.data_plane.transfer_queue.servers import Controller, StorageUnit, use_keys
@@ -62,6 +64,14 @@ _ATTACH = CallSite("connect")
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Connection:
+    """An attached process: the rows, and the storage units that hold their values."""
+
+    rows: QueueRows
+    units: tuple[Peer, ...]
+
+
 def start_queue(cfg: DataPlaneConfig) -> ExitStack | None:
     """Start the queue; closing the stack ends it. `None` if one is running in this Ray cluster already.
 
@@ -70,10 +80,10 @@ def start_queue(cfg: DataPlaneConfig) -> ExitStack | None:
     when the queue ends. Takes 10 to 30 s. Raises `DataPlaneUnavailable` when CPUs are short: with
     too few, the queue's start would wait for ever.
     """
-    start_ray(cfg)
+    start_ray(cfg.simple.num_storage_units)
     if find_controller(cfg.deadlines.connect) is not None:
         return None
-    check_cpus(cfg)
+    check_cpus(cfg.simple.num_storage_units)
     keys = fresh_keys(cfg)
     with ExitStack() as started:
         controller = start_controller(cfg, keys, started)
@@ -153,7 +163,7 @@ def _say_who_reaches(host: str, keys: Keys | None) -> None:
         logger.warning("the plane's password is readable on the network (security='plain' at %s); use 'curve'", host)
 
 
-def attach(cfg: DataPlaneConfig) -> QueueRows:
+def attach(cfg: DataPlaneConfig) -> Connection:
     """Connect to the running queue. Raises `DataPlaneUnavailable` when there is none.
 
     Waits, within the connect deadline, for a queue that is just starting.
@@ -202,19 +212,20 @@ def check_backend(config: Any, wanted: str) -> None:
 
 def connect_sockets(
     controller_info: Any, unit_infos: Mapping[str, Any], seconds: float, keys: Keys | None = None
-) -> QueueRows:
+) -> Connection:
     """Connect to a controller and to storage units whose addresses are known. Needs no Ray.
 
     Raises `DataPlaneUnavailable` when the controller does not answer.
     """
-    units = [Peer("a storage unit", unit.ip, unit.ports["put_get_socket"], unit.id) for unit in unit_infos.values()]
-    rows = QueueRows(QueueSockets(keys), controller_peer(controller_info), SimpleStore(units))
+    units = tuple(Peer("a storage unit", u.ip, u.ports["put_get_socket"], u.id) for u in unit_infos.values())
+    controller = QueueController(controller_peer(controller_info))
+    rows = QueueRows(QueueSockets(keys), controller, SimpleStore(units))
     try:
         with rows.sockets.call(_ATTACH, seconds) as call:
-            rows.partitions(call)
+            controller.partitions(call)
     except DataPlaneTimeout as error:
-        raise _ATTACH.unavailable(f"{rows.controller} does not answer", seconds) from error
-    return rows
+        raise _ATTACH.unavailable(f"{controller.peer} does not answer", seconds) from error
+    return Connection(rows, units)
 
 
 def controller_peer(info: Any) -> Peer:
@@ -247,14 +258,17 @@ def _drop_handles() -> None:
         run_blocking(_END, transfer_queue.close, _END_SECONDS)
 
 
-def start_ray(cfg: DataPlaneConfig) -> None:
-    """Initialise Ray in the caller's own thread, which must live on; Ray bounds this wait itself."""
+def start_ray(units: int) -> None:
+    """Initialise Ray in the caller's own thread, which must live on; Ray bounds this wait itself.
+
+    One that is started here has CPUs for a controller and so many storage units besides its own.
+    """
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
         attach_ray()
     else:
-        start_local_ray(max(os.cpu_count() or 1, _LOCAL_SPARE_CPUS) + _cpus_needed(cfg))
+        start_local_ray(max(os.cpu_count() or 1, _LOCAL_SPARE_CPUS) + 1 + units)
 
 
 def find_controller(seconds: float) -> Any | None:
@@ -286,27 +300,21 @@ def running_config(seconds: float) -> Any:
         time.sleep(0.2)
 
 
-def _cpus_needed(cfg: DataPlaneConfig) -> int:
-    return 1 + (cfg.simple.num_storage_units if cfg.backend == "simple" else 0)
-
-
-def check_cpus(cfg: DataPlaneConfig) -> None:
+def check_cpus(units: int) -> None:
     """Raise unless Ray has a free CPU for the controller and for each storage unit on the node it goes to.
 
     Waits a moment for CPUs that there are and that somebody has: those of a queue that was just ended.
     """
-    needed = _cpus_needed(cfg)
+    needed = 1 + units
     until = time.monotonic() + _RELEASE_SECONDS
     while (free := _cpus(_ray.available_resources())) < needed:
         if _cpus(_ray.cluster_resources()) >= needed and time.monotonic() < until:
             time.sleep(0.2)
             continue
-        what = (
-            f"the queue needs {needed} free CPUs in Ray (a controller and {needed - 1} storage units), {free} are free"
-        )
+        what = f"the queue needs {needed} free CPUs in Ray (a controller and {units} storage units), {free} are free"
         raise _START.unavailable(f"{what}; free some, or start Ray with a larger num_cpus")
     bare = [node["NodeManagerAddress"] for node in _ray.nodes() if node["Alive"] and not node["Resources"].get("CPU")]
-    if bare and cfg.backend == "simple":
+    if bare and units:
         what = f"storage units are dealt out to all nodes, and {', '.join(bare)} has no CPU for one"
         raise _START.unavailable(f"{what}; start that node with num_cpus of at least 1")
 

@@ -11,11 +11,9 @@ socket in its order. So it does a reservation's numbering and look-up, and an an
 question behind it whose its numbers are now: those of rows that were cleared meanwhile are nobody's, no key
 leads to them, and what was written for them is taken back.
 
-The controller numbers rows with *global indexes*, and hands an index out again once its row was
-cleared. It answers a question about keys without saying which of them it does not know, and it
-reports a column only if all rows asked for have it. So a healthy answer is one with as many rows as
-keys and with every column; for any other one `read` finds out, with more questions, which rows are
-missing.
+The controller does not say which keys it does not know, nor which rows lack a column (`controller.py`). So a
+healthy answer is one with as many rows as keys and with every column; for any other one `read` finds
+out, with more questions, which rows are missing.
 
 Between two steps of one call another client may clear a row, and a third may get its index. So each
 put also writes whose row this is, into a column of our own, and each read checks it: a row that
@@ -27,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from transfer_queue.metadata import BatchMeta
@@ -35,24 +32,11 @@ from transfer_queue.utils.zmq_utils import ZMQRequestType
 
 from rollout_reassembler.data_plane.base import Reservation, Tags
 from rollout_reassembler.data_plane.columns import refuse_condemned
-from rollout_reassembler.data_plane.transfer_queue.calls import Peer
-from rollout_reassembler.data_plane.transfer_queue.checkpoint import load_queue, save_queue
-from rollout_reassembler.data_plane.transfer_queue.epoch import (
-    is_mark,
-    new_epoch,
-    read_epoch,
-    write_epoch,
-)
+from rollout_reassembler.data_plane.transfer_queue.controller import QueueController
+from rollout_reassembler.data_plane.transfer_queue.epoch import is_mark, new_epoch, read_epoch, write_epoch
 from rollout_reassembler.data_plane.transfer_queue.sockets import Call, QueueSockets, Refusal, Reply, all_bodies
-from rollout_reassembler.data_plane.transfer_queue.store import SimpleStore, ValueStore
+from rollout_reassembler.data_plane.transfer_queue.store import OWNER, ValueStore
 from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues, field_schema
-
-OWNER = "__owner__"
-"""The column that says whose row it is: partition and key."""
-
-_OWN_PARTITIONS = "rollout_reassembler."
-_SET_ASIDE = "rollout_reassembler.set_aside"
-_SET_ASIDE_AT_ONCE = 8192
 
 _REFUSED = "the controller refused the columns: their types do not fit those of earlier rows"
 
@@ -72,7 +56,7 @@ class RowsRead:
 class QueueRows:
     """The rows of one queue, over this process's sockets. What it does, it does within a `Call` of theirs."""
 
-    def __init__(self, sockets: QueueSockets, controller: Peer, store: ValueStore) -> None:
+    def __init__(self, sockets: QueueSockets, controller: QueueController, store: ValueStore) -> None:
         self.sockets = sockets
         self.controller = controller
         self._store = store
@@ -86,7 +70,8 @@ class QueueRows:
         tags: Sequence[Tags] | None,
     ) -> None:
         """Write columns, set tags, then make the columns readable: who can read or claim a row has its tags."""
-        meta = self._numbered(call, partition, keys, with_values=bool(columns))
+        before = self._store.before_put(call, partition, keys) if columns else {}
+        meta = _with_cells(self.controller.meta_of(call, partition, keys, create=True), before)
         if len(meta) != len(keys):
             raise call.site.failed(f"the controller numbered {len(meta)} of {len(keys)} rows")
         if columns:
@@ -105,8 +90,8 @@ class QueueRows:
 
     def reserve(self, call: Call, partition: str, keys: list[str], look_up: tuple[str, str] | None) -> Reservation:
         """Number the keys, then look up one more; both in one round trip, in this order."""
-        numbering = self._send_numbering(call, partition, keys, create=True)
-        looking = self._send_numbering(call, look_up[0], [look_up[1]], create=False) if look_up else None
+        numbering = self.controller.send_numbering(call, partition, keys, create=True)
+        looking = self.controller.send_numbering(call, look_up[0], [look_up[1]], create=False) if look_up else None
         meta: BatchMeta = numbering.body()["metadata"]
         found: BatchMeta | None = looking.body()["metadata"] if looking else None
         if len(meta) != len(keys):
@@ -130,12 +115,14 @@ class QueueRows:
 
     def announce(self, call: Call, partition: str, news: dict[str, Any], tags: Mapping[int, Tags] | None) -> None:
         """Set tags by number, then tell of the stored columns; take back what concerns rows that were cleared."""
-        request = ZMQRequestType.SET_CUSTOM_META
-        tagged = [self._send(call, request, {"partition_custom_meta": {partition: dict(tags)}})] if tags else []
-        told = self._send(call, ZMQRequestType.NOTIFY_DATA_UPDATE, news)
+        tagged = []
+        if tags:
+            body = {"partition_custom_meta": {partition: dict(tags)}}
+            tagged.append(self.controller.send(call, ZMQRequestType.SET_CUSTOM_META, body))
+        told = self.controller.send(call, ZMQRequestType.NOTIFY_DATA_UPDATE, news)
         numbers = news["global_indexes"]
         question = {"global_indexes": numbers, "partition_id": partition}
-        asked = self._send(call, ZMQRequestType.KV_RETRIEVE_KEYS, question)
+        asked = self.controller.send(call, ZMQRequestType.KV_RETRIEVE_KEYS, question)
         *_, announced, answer = all_bodies([*tagged, told, asked])
         if not announced["success"]:
             raise call.site.failed(_REFUSED)
@@ -160,9 +147,9 @@ class QueueRows:
         for _ in range(_READ_ATTEMPTS):
             if not wanted or (len(wanted) < len(keys) and not partial):
                 return RowsRead([], {name: [] for name in names}, _without(keys, wanted))
-            meta = self._meta_of(call, partition, wanted)
+            meta = self.controller.meta_of(call, partition, wanted)
             if len(meta) < len(wanted) or not set(owned) <= set(meta.field_names):
-                wanted = self._readable(call, partition, wanted, meta, owned)
+                wanted = self.controller.readable(call, partition, wanted, meta, owned)
                 continue
             try:
                 columns = self._store.get(call, meta, owned)
@@ -180,23 +167,11 @@ class QueueRows:
 
     def tags(self, call: Call, partition: str, keys: list[str]) -> dict[str, Tags]:
         """The tags of those keys (each named once) that are there."""
-        meta = self._meta_of(call, partition, keys)
+        meta = self.controller.meta_of(call, partition, keys)
         if len(meta) == len(keys):
             return dict(zip(keys, meta.custom_meta, strict=True))
-        known = self._keys_of(call, partition, meta)
+        known = self.controller.keys_of(call, partition, meta)
         return {key: tags for key, tags in zip(known, meta.custom_meta, strict=True) if key is not None}
-
-    def list_all(self, call: Call, partition: str) -> dict[str, Tags]:
-        """All keys of the partition with their tags."""
-        answer = self._ask(call, ZMQRequestType.KV_LIST, {"partition_id": partition})
-        tags: dict[str, Tags] = answer["partition_info"].get(partition, {})
-        return tags
-
-    def partitions(self, call: Call) -> list[str]:
-        """The ids of all partitions. Any controller that is there answers this."""
-        request = ZMQRequestType.GET_LIST_PARTITIONS
-        ids: list[str] = self._ask(call, request, {})["partition_ids"]
-        return ids
 
     def clear(self, call: Call, partition: str, keys: list[str]) -> None:
         """Drop the rows of those keys that are there.
@@ -210,9 +185,9 @@ class QueueRows:
 
     def _drop(self, call: Call, meta: BatchMeta) -> None:
         rows = {"global_indexes": meta.global_indexes, "partition_ids": meta.partition_ids}
-        self._ask(call, ZMQRequestType.MARK_CLEARING, rows)
+        self.controller.ask(call, ZMQRequestType.MARK_CLEARING, rows)
         self._store.clear(call, meta)
-        self._ask(call, ZMQRequestType.CLEAR_META, rows)
+        self.controller.ask(call, ZMQRequestType.CLEAR_META, rows)
 
     def claim(
         self, call: Call, partition: str, task: str, names: list[str], limit: int
@@ -222,7 +197,7 @@ class QueueRows:
         Asking the controller for more rows than there are either fails or stops it for seconds,
         depending on who started it. So what is there is counted first.
         """
-        ready = self._count_ready(call, partition, task, names)
+        ready = self.controller.count_ready(call, partition, task, names)
         if ready == 0:
             return [], []
         question = {
@@ -233,76 +208,44 @@ class QueueRows:
             "task_name": task,
             "sampling_config": None,
         }
-        answer = self._ask(call, ZMQRequestType.GET_META, question)
+        answer = self.controller.ask(call, ZMQRequestType.GET_META, question)
         meta: BatchMeta = answer["metadata"]
-        keys = self._keys_of(call, partition, meta)
+        keys = self.controller.keys_of(call, partition, meta)
         claimed = [(key, tags) for key, tags in zip(keys, meta.custom_meta, strict=True) if key is not None]
         return [key for key, _ in claimed], [tags for _, tags in claimed]
 
     def is_consumed(self, call: Call, partition: str, task: str) -> bool:
         """Whether the task has claimed every row that is there; true when there is none."""
-        _, status = self._consumption(call, partition, task)
+        _, status = self.controller.consumption(call, partition, task)
         return status is None or bool((status == 1).all())
-
-    def save(self, call: Call, directory: Path, metadata: Mapping[str, Any]) -> None:
-        """Write a checkpoint of the whole queue."""
-        save_queue(call, self.controller, self._units(), directory, metadata)
-
-    def load(self, call: Call, directory: Path) -> dict[str, Any]:
-        """Replace the whole queue with a checkpoint; its metadata."""
-        names = (name for name in self.partitions(call) if not name.startswith(_OWN_PARTITIONS))
-        holds_rows = any(self.list_all(call, name) for name in names)
-        return load_queue(call, self.controller, self._units(), directory, holds_rows=holds_rows)
 
     def clock(self) -> float | None:
         """How far the controller's clock, in unix seconds, is ahead of `time.monotonic()`, if it has answered yet."""
-        return self.sockets.clocks.get(self.controller)
+        return self.sockets.clocks.get(self.controller.peer)
 
     def first_clock(self, call: Call) -> float:
         """The same, after an answer for that alone."""
-        read_epoch(call, self.controller)
-        return self.sockets.clocks[self.controller]
+        read_epoch(call, self.controller.peer)
+        return self.sockets.clocks[self.controller.peer]
 
     def begin_epoch(self, call: Call) -> None:
         """Give a queue that was just started its epoch."""
-        write_epoch(call, self.controller, new_epoch())
+        write_epoch(call, self.controller.peer, new_epoch())
 
     def epoch(self, call: Call) -> tuple[str, bool]:
         """The queue's epoch, and whether it is not the mark of a save or a load."""
-        found = read_epoch(call, self.controller)
+        found = read_epoch(call, self.controller.peer)
         return found, not is_mark(found)
 
-    def set_numbers_aside(self, call: Call, count: int) -> None:
-        """Have the controller hand out this many other numbers before one that is freed comes back.
-
-        It gives freed numbers to new rows, the longest free ones first; of a new queue none is free. A call
-        that numbered its rows and is then held up would meet other rows under them soon.
-        """
-        for start in range(0, count, _SET_ASIDE_AT_ONCE):
-            keys = [str(number) for number in range(start, min(start + _SET_ASIDE_AT_ONCE, count))]
-            self._meta_of(call, _SET_ASIDE, keys, create=True)
-        request = ZMQRequestType.CLEAR_PARTITION
-        self._ask(call, request, {"partition_id": _SET_ASIDE})
-
     def close(self, seconds: float) -> None:
-        """Close this process's sockets; calls that are under way end with an error."""
+        """Close this process's sockets and its store; calls that are under way end with an error."""
         self.sockets.close(seconds)
-
-    def _numbered(self, call: Call, partition: str, keys: list[str], *, with_values: bool) -> BatchMeta:
-        """What a put is told of its rows, which are there from here on."""
-        return self._meta_of(call, partition, keys, create=True)
+        self._store.close()
 
     def _found(self, call: Call, partition: str, keys: list[str]) -> BatchMeta:
         """What a clear is told of those rows that are there."""
-        return self._meta_of(call, partition, keys)
-
-    def _meta_of(self, call: Call, partition: str, keys: list[str], *, create: bool = False) -> BatchMeta:
-        """Numbers, tags and common columns of those rows that are there, or of all once they are created."""
-        return self._send_numbering(call, partition, keys, create=create).body()["metadata"]
-
-    def _send_numbering(self, call: Call, partition: str, keys: list[str], *, create: bool) -> Reply:
-        question = {"keys": keys, "partition_id": partition, "create": create}
-        return self._send(call, ZMQRequestType.KV_RETRIEVE_META, question)
+        meta = self.controller.meta_of(call, partition, keys)
+        return _with_cells(meta, self._store.before_clear(call, partition, meta))
 
     def _announce(
         self,
@@ -317,7 +260,7 @@ class QueueRows:
         The queue's own client only logs when this fails, and its put then looks like a success.
         """
         news = self._news(partition, global_indexes, columns, backend_meta)
-        return self._send(call, ZMQRequestType.NOTIFY_DATA_UPDATE, news)
+        return self.controller.send(call, ZMQRequestType.NOTIFY_DATA_UPDATE, news)
 
     def _news(
         self,
@@ -341,7 +284,9 @@ class QueueRows:
         self._store.clear(call, stray)
         # Refused once all else is done, where it is to free numbers that are free.
         with suppress(Refusal):
-            self._ask(call, ZMQRequestType.CLEAR_META, {"global_indexes": numbers, "partition_ids": partitions})
+            self.controller.ask(
+                call, ZMQRequestType.CLEAR_META, {"global_indexes": numbers, "partition_ids": partitions}
+            )
 
     def _send_tags(self, call: Call, partition: str, meta: BatchMeta, tags: Sequence[Tags]) -> Reply:
         """Merge into the tags that came with `meta`. Two clients that tag one row at a time may lose a tag."""
@@ -349,37 +294,10 @@ class QueueRows:
             index: {**old, **new} for index, old, new in zip(meta.global_indexes, meta.custom_meta, tags, strict=True)
         }
         news = {"partition_custom_meta": {partition: merged}}
-        return self._send(call, ZMQRequestType.SET_CUSTOM_META, news)
-
-    def _send(self, call: Call, request: ZMQRequestType, body: dict[str, Any]) -> Reply:
-        return call.send(self.controller, request, body)
-
-    def _ask(self, call: Call, request: ZMQRequestType, body: dict[str, Any]) -> dict[str, Any]:
-        """One round trip to the controller; the body of its answer."""
-        return call.ask(self.controller, request, body)
-
-    def _units(self) -> Sequence[Peer]:
-        assert isinstance(self._store, SimpleStore), "other stores have checkpoints of their own"
-        return self._store.units
-
-    def _keys_of(self, call: Call, partition: str, meta: BatchMeta) -> list[str | None]:
-        """The key of each row of `meta`; `None` for one that was cleared meanwhile."""
-        if len(meta) == 0:
-            return []
-        question = {"global_indexes": meta.global_indexes, "partition_id": partition}
-        answer = self._ask(call, ZMQRequestType.KV_RETRIEVE_KEYS, question)
-        keys: list[str | None] = answer["keys"]
-        return keys
-
-    def _readable(self, call: Call, partition: str, wanted: list[str], meta: BatchMeta, names: list[str]) -> list[str]:
-        """Those of `wanted` whose every column was announced: neither unknown, nor half written, nor being cleared."""
-        keys = self._keys_of(call, partition, meta)
-        produced = self._produced(call, partition, names)
-        readable = {key for key, index in zip(keys, meta.global_indexes, strict=True) if index in produced}
-        return [key for key in wanted if key in readable]
+        return self.controller.send(call, ZMQRequestType.SET_CUSTOM_META, news)
 
     def _held(self, call: Call, wanted: list[str], meta: BatchMeta, names: list[str]) -> list[str]:
-        """Those of `wanted` that the store really holds, found by halves. For rows that it lost."""
+        """Those of `wanted` that the store holds, found by halves, or that were written since."""
 
         def held(positions: list[int]) -> list[int]:
             try:
@@ -389,29 +307,13 @@ class QueueRows:
                 return [*held(positions[:middle]), *held(positions[middle:])] if middle else []
             return positions
 
-        return [wanted[position] for position in held(list(range(len(wanted))))]
-
-    def _produced(self, call: Call, partition: str, names: list[str]) -> set[int]:
-        """The global indexes of all rows of the partition that hold these columns."""
-        question = {"partition_id": partition, "data_fields": names}
-        answer = self._ask(call, ZMQRequestType.GET_PRODUCTION, question)
-        indexes, status = answer["global_index"], answer["production_status"]
-        if indexes is None or status is None:
-            return set()
-        return set(indexes[(status == 1).all(dim=1)].tolist())
-
-    def _count_ready(self, call: Call, partition: str, task: str, names: list[str]) -> int:
-        produced = self._produced(call, partition, names)
-        indexes, status = self._consumption(call, partition, task)
-        if indexes is None or status is None:
-            return 0
-        return len(produced.difference(indexes[status == 1].tolist()))
-
-    def _consumption(self, call: Call, partition: str, task: str) -> tuple[Any, Any]:
-        """The global indexes of the partition's rows, and which of them the task has claimed (1)."""
-        question = {"partition_id": partition, "task_name": task}
-        answer = self._ask(call, ZMQRequestType.GET_CONSUMPTION, question)
-        return answer["global_index"], answer["consumption_status"]
+        positions = held(list(range(len(wanted))))
+        lost = sorted(set(range(len(wanted))) - set(positions))
+        again = (
+            self._store.rewritten(call, [wanted[at] for at in lost], meta.select_samples(lost), names) if lost else []
+        )
+        kept = {*again, *(wanted[at] for at in positions)}
+        return [key for key in wanted if key in kept]
 
 
 def _owners(partition: str, keys: Sequence[str]) -> list[bytes]:
@@ -421,3 +323,11 @@ def _owners(partition: str, keys: Sequence[str]) -> list[bytes]:
 def _without(keys: Sequence[str], found: Sequence[str]) -> list[str]:
     there = set(found)
     return [key for key in keys if key not in there]
+
+
+def _with_cells(meta: BatchMeta, cells: Mapping[int, Any]) -> BatchMeta:
+    """The rows with what the store wants to be told of them."""
+    for index, row in zip(meta.global_indexes, meta._custom_backend_meta, strict=True):
+        if index in cells:
+            row[OWNER] = cells[index]
+    return meta

@@ -22,12 +22,25 @@ from rollout_reassembler.data_plane.transfer_queue.wire import QueueValues
 BackendMeta = dict[int, dict[str, Any]]
 """What a store wants kept with each row, by global index and column; empty for storage units."""
 
+OWNER = "__owner__"
+"""The column that says whose row it is: partition and key."""
+
 _NOT_THERE = (KEY_NOT_FOUND_MARKER, "not found. Available")
 """In the refusal of a unit that lacks the row, and of one that never held the column."""
 
 
 class ValueStore(Protocol):
-    """Values by global index. `meta` is the queue's `BatchMeta` of the rows, in the caller's order."""
+    """Values by global index. `meta` is the queue's `BatchMeta` of the rows, in the caller's order.
+
+    It holds what was kept with each column of a row where the controller has told it, and for the owner column
+    what `before_put` and `before_clear` have answered. Each call raises `DataPlaneError`.
+    """
+
+    def before_put(self, call: Call, partition: str, keys: list[str]) -> Mapping[int, Any]:
+        """Before these rows are numbered: what is kept with the owner column of those that are there, by index."""
+
+    def before_clear(self, call: Call, partition: str, meta: Any) -> Mapping[int, Any]:
+        """The same of rows that are about to be dropped."""
 
     def put(self, call: Call, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
         """Write the columns of these rows; returns when they are stored."""
@@ -38,8 +51,17 @@ class ValueStore(Protocol):
     def get(self, call: Call, meta: Any, names: Sequence[str]) -> dict[str, list[Any]]:
         """One list of values a column, in the order of `meta`. Raises `KeyError` when any row lacks one."""
 
+    def rewritten(self, call: Call, keys: list[str], meta: Any, names: Sequence[str]) -> list[str]:
+        """Those of these rows, which were listed and not found, that were written anew meanwhile.
+
+        Raises where it is the store that has lost them; a store of which that cannot be told has no such rows.
+        """
+
     def clear(self, call: Call, meta: Any) -> None:
         """Drop all columns of these rows; raises when a part of the store does not answer."""
+
+    def close(self) -> None:
+        """Drop this process's connection."""
 
 
 class SimpleStore:
@@ -47,6 +69,12 @@ class SimpleStore:
 
     def __init__(self, units: Sequence[Peer]) -> None:
         self.units = tuple(units)
+
+    def before_put(self, call: Call, partition: str, keys: list[str]) -> Mapping[int, Any]:
+        return {}
+
+    def before_clear(self, call: Call, partition: str, meta: Any) -> Mapping[int, Any]:
+        return {}
 
     def put(self, call: Call, meta: Any, columns: Mapping[str, QueueValues]) -> BackendMeta:
         replies = []
@@ -84,6 +112,13 @@ class SimpleStore:
                 for position, value in zip(positions, body["data"][name], strict=True):
                     columns[name][position] = value
         return columns
+
+    def rewritten(self, call: Call, keys: list[str], meta: Any, names: Sequence[str]) -> list[str]:
+        """None: a unit that was started anew looks like one whose rows were cleared."""
+        return []
+
+    def close(self) -> None:
+        """Nothing: the sockets are the client's."""
 
     def clear(self, call: Call, meta: Any) -> None:
         request = ZMQRequestType.CLEAR_DATA
