@@ -248,6 +248,12 @@ def test_what_had_not_begun_when_its_call_ended_is_not_done(plane: Any) -> None:
     assert done == []
 
 
+def test_a_call_of_the_store_that_takes_longer_than_a_look_at_its_peers_comes_to_its_end(plane: Any) -> None:
+    """The master is no part of the queue: to ask it for a handshake with the plane's keys only makes it hang up."""
+    with plane._rows.sockets.call(CallSite("test"), 20) as call:
+        assert plane._checkpoints.connected.values._run(call, lambda: time.sleep(2.5) or "done") == "done"
+
+
 def test_a_memory_host_may_join_later(plane: Any, partition: str, site: MooncakeSite) -> None:
     (late,) = start_hosts(site.master.address, 1)
     plane.add_owner(late.owner)
