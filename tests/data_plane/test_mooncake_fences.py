@@ -67,11 +67,11 @@ def test_what_a_stopped_writer_had_begun_does_not_go_on_in_the_block(
         writing = pool.submit(write, planes[1])
         assert writer.is_stopped.wait(10)
         with planes[0].quiesce(10):
-            before = planes[0]._driver()._stored(SITE)
+            before = planes[0]._checkpoints._driver()._stored(SITE)
             writer.resume()
             with pytest.raises(WriteFenced):
                 writing.result(10)
-            assert planes[0]._driver()._stored(SITE) == before
+            assert planes[0]._checkpoints._driver()._stored(SITE) == before
             planes[0].save_checkpoint(str(tmp_path / "ck"))
     write(planes[1])
     if write is clear:
