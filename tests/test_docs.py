@@ -92,7 +92,7 @@ def rejection_codes() -> set[str]:
             if isinstance(node, ast.Call):
                 codes |= {k.value.value for k in node.keywords if k.arg == "code" and isinstance(k.value, ast.Constant)}
                 name = getattr(node.func, "id", "")
-                place = {"Rejection": 0, "rejected": 1}.get(name)
+                place = {"Rejection": 0, "rejected": 1, "refused": 0}.get(name)
                 if place is not None and len(node.args) > place and isinstance(node.args[place], ast.Constant):
                     codes.add(node.args[place].value)
     return codes

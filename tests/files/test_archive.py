@@ -23,7 +23,7 @@ from rollout_reassembler.cli.run import run_archive
 from rollout_reassembler.data_plane import durable
 from rollout_reassembler.data_plane.durable import replacing_file, replacing_folder
 from rollout_reassembler.files.archive import RECEIPTS_FILE, STAGED_FILE, read_archive, write_archive
-from tests.captures import chain
+from tests.captures import MadeRollout, chain
 from tests.conftest import Run
 from tests.hostile_receipts import HOSTILE, is_json
 
@@ -33,7 +33,13 @@ OUTPUTS = {"rows.parquet", "groups.jsonl", "summary.json"}
 def run(archive: Path, out: Path, **options: Any) -> list[Any]:
     from rich.console import Console
 
-    settings: dict[str, Any] = {"plane": "memory", "workers": 1, "pad_token_id": None, "max_seq_len": None}
+    settings: dict[str, Any] = {
+        "plane": "memory",
+        "workers": 1,
+        "pad_token_id": None,
+        "max_seq_len": None,
+        "branches": "terminal",
+    }
     return run_archive(archive, out, console=Console(quiet=True), uncounted=False, **{**settings, **options})
 
 
@@ -281,6 +287,23 @@ class TestOutputs:
             write_archive(archive, [read.requests[0], bad], {}, pad_token_id=0)
         assert {path.name: path.read_bytes() for path in archive.iterdir()} == before
         assert {path.name for path in archive.parent.iterdir()} == {"archive"}
+
+
+def test_all_branches_of_an_archive_become_rows(tmp_path: Path) -> None:
+    from rollout_reassembler import ReassemblyRequest
+    from rollout_reassembler.staging.codec import pack_call
+
+    made = MadeRollout("r")
+    first = made.call([1], [2])
+    made.call([3], [4], parent=first)
+    made.call([1, 9], [5])
+    request = ReassemblyRequest("g", ("r",), None, (made.receipt(),), (1.0,), 0, 0)
+    staged = {call.staging_key: ("r", pack_call(call), b"") for call in made.calls}
+    write_archive(tmp_path / "archive", [request], staged, pad_token_id=0)
+    (group,) = run(tmp_path / "archive", tmp_path / "out", branches="all")
+    assert group.rows_by_rollout == (2,)
+    rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pydict()
+    assert rows["input_ids"] == [[1, 2, 3, 4], [1, 9, 5]]
 
 
 class TestReplacing:

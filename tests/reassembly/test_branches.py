@@ -159,6 +159,26 @@ def ancestors(made: MadeRollout, call: StagedCall) -> list[str]:
 def test_every_sampled_token_of_a_kept_chain_has_one_owner(
     drawn: tuple[MadeRollout, StagedCall], order: random.Random, keep_retries: bool
 ) -> None:
+    assert_cut_well(drawn, order, keep_retries)
+
+
+@pytest.mark.exhaustive
+def test_every_sampled_token_of_a_kept_chain_has_one_owner_in_20_000_forests() -> None:
+    seen: Counter[int] = Counter()
+
+    @settings(deadline=None, max_examples=20_000, database=None)
+    @given(forests(), st.randoms(use_true_random=False), st.booleans())
+    def draw(drawn: tuple[MadeRollout, StagedCall], order: random.Random, keep_retries: bool) -> None:
+        assert_cut_well(drawn, order, keep_retries)
+        seen[len(drawn[0].calls)] += 1
+
+    draw()
+    print(f"\n{seen.total()} forests of calls, by their number of calls: {dict(sorted(seen.items()))}")
+    assert seen.total() >= 20_000
+
+
+def assert_cut_well(drawn: tuple[MadeRollout, StagedCall], order: random.Random, keep_retries: bool) -> None:
+    """One owner a sampled token, nothing kept is lost but retries, and the manifest's order changes nothing."""
     made, terminal = drawn
     receipt, values = receipt_of(made, terminal), values_of(made)
     forest = proven(receipt, values, keep_retries=keep_retries)

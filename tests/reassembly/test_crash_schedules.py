@@ -113,6 +113,17 @@ def a_group(**changes: Any) -> Group:
     return Group(**{"rollouts": rollouts, "receipts": receipts, "rewards": [1.0, 0.5, 0.25], **changes})
 
 
+def forest_group(**changes: Any) -> Group:
+    """A rollout that hands work to a sub-agent and compacts its history, a chain, and one without a receipt."""
+    forest, plain, lost = MadeRollout("a"), chain("b", 2), chain("c", 1)
+    first = forest.call([1, 2], [3], call_id="first")
+    forest.call([9], [8, 7], call_id="tool")
+    forest.call([4], [5], parent=first, call_id="second")
+    forest.call([1, 6], [7], call_id="after")
+    receipts = [forest.receipt(), plain.receipt(), None]
+    return Group([forest, plain, lost], receipts, [1.0, 0.5, 0.25], asked={"branches": "all"}, **changes)
+
+
 def with_receipt(at: int, receipt: Any, **changes: Any) -> Group:
     group = a_group(**changes)
     group.receipts[at] = receipt
@@ -153,6 +164,13 @@ GROUPS = {
         spoil=lambda plane: plane.put_samples([place_in(plane, "a/c1")], STAGING, {"extras": [b"garbage"]}) and None,
     ),
     "routes left to the trainer": routed_group(options=DEFERRED, stays={"a/c0", "a/c1", "b/c0"}),
+    "all branches": forest_group(),
+    "all branches, one of them garbled": forest_group(
+        spoil=lambda plane: plane.put_samples([place_in(plane, "a/tool")], STAGING, {"call": [b"garbage"]}) and None
+    ),
+    "all branches, the terminal garbled": forest_group(
+        spoil=lambda plane: plane.put_samples([place_in(plane, "a/after")], STAGING, {"call": [b"garbage"]}) and None
+    ),
     "several faults": Group(
         [chain("a", 1), chain("b", 1), chain("c", 1)],
         [None, chain("b", 1).receipt(), chain("c", 1).receipt()],

@@ -20,6 +20,7 @@ from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequ
 from rollout_reassembler.contract.rpc_guard import assert_metadata_only
 from rollout_reassembler.data_plane.base import SampleBatch
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
+from rollout_reassembler.reassembly import proofs as proofs_module
 from rollout_reassembler.reassembly import reassembler as reassembler_module
 from rollout_reassembler.staging.codec import pack_call
 from rollout_reassembler.staging.places import place_of
@@ -349,8 +350,16 @@ def test_rule_6_a_plane_that_fails_raises_names_the_group_and_leaves_staging(kin
     assert finalize(plane, rollouts, group_id="g/7").valid_row_count == 2
 
 
-@pytest.mark.parametrize("step", ["prove_rollout", "canonical_columns", "group_metrics", "publishable_reward"])
-def test_rule_6_a_programming_error_raises_names_the_group_and_leaves_staging(step, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [
+        (proofs_module, "prove_rollout"),
+        (reassembler_module, "canonical_columns"),
+        (reassembler_module, "group_metrics"),
+        (proofs_module, "publishable_reward"),
+    ],
+)
+def test_rule_6_a_programming_error_raises_names_the_group_and_leaves_staging(module, step, monkeypatch):
     plane, rollouts = staged_group(2)
     before = whole_plane(plane)
 
@@ -358,7 +367,7 @@ def test_rule_6_a_programming_error_raises_names_the_group_and_leaves_staging(st
         raise KeyError("a bug of ours")
 
     with monkeypatch.context() as patched:
-        patched.setattr(reassembler_module, step, bug)
+        patched.setattr(module, step, bug)
         with pytest.raises(KeyError, match="a bug of ours") as caught:
             finalize(plane, rollouts)
     assert any("group 'g'" in note for note in caught.value.__notes__)
@@ -392,7 +401,7 @@ def test_rule_7_rollouts_that_could_not_even_be_marked_as_lost_are_pending():
     plane.fail_at(len(steps_before_the_mark) + 1, for_good=True)
     answer = finalize(plane, rollouts, receipts=receipts)
     assert plane.calls[:-1] == steps_before_the_mark
-    assert answer.to_collect == ()
+    assert answer.to_collect == ("r0", "r2")
     assert answer.cleanup_pending == (*map(place_of, rollouts[1].calls), "r0/*", "r2/*")
     plane.recover()
     assert finalize(plane, rollouts, receipts=receipts).cleanup_pending == ()

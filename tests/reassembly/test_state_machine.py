@@ -21,7 +21,7 @@ from rollout_reassembler.reassembly.sweep import sweep_staging
 from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.sink import StagingSink
 from tests.captures import CANONICAL, PAD, STAGING, MadeRollout, collect, finalize, memory_plane, staged_places
-from tests.reassembly.contents import RECORDS, contents_of
+from tests.reassembly.contents import LOST, RECORDS, contents_of
 from tests.reassembly.crash_plane import CrashPlane
 
 pytestmark = pytest.mark.exhaustive
@@ -181,7 +181,7 @@ class LifeOfGroups(RuleBasedStateMachine):
             staged_on=self.inner.epoch(),
         )
         assert_metadata_only(answer)
-        bare = replace(answer, timings={}, cleanup_pending=(), to_collect=())
+        bare = replace(answer, timings={}, cleanup_pending=())
         assert group.answer in (None, bare), "the same request gave another answer"
         group.answer = bare
         rows = contents_of(self.inner, CANONICAL)
@@ -239,12 +239,14 @@ class LifeOfGroups(RuleBasedStateMachine):
         if not self._is_readable(group):
             return
         before = staged_places(self.inner)
+        marked = contents_of(self.inner, LOST)
         with suppress(DataPlaneError):
             ids = [rollout.made.rollout_id for rollout in group.rollouts]
             sweep_staging(self.plane, STAGING, rollout_ids=ids, dry_run=dry_run)
         gone = before - staged_places(self.inner)
         assert not (dry_run and gone)
-        assert gone <= {key for rollout in group.rollouts for key in rollout.keys}
+        swept = [r for r in self.all_rollouts if r in group.rollouts or r.made.rollout_id in marked]
+        assert gone <= {key for rollout in swept for key in rollout.keys}
 
     def _is_readable(self, group: Group) -> bool:
         return not self.inner.get_samples(group.sample_ids, CANONICAL, partial=True).missing

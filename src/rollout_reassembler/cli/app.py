@@ -40,6 +40,13 @@ class BenchPlane(StrEnum):
     simple = "simple"
 
 
+class Branches(StrEnum):
+    """Which chains of a rollout become rows."""
+
+    terminal = "terminal"
+    all = "all"
+
+
 PlaneOption = Annotated[
     str,
     typer.Option(
@@ -113,6 +120,9 @@ def run(
     workers: WorkersOption = 2,
     pad_token_id: Annotated[int | None, typer.Option(help="Token of placeholders; the archive's by default.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(min=1, help="Longer rows are rejected.")] = None,
+    branches: Annotated[
+        Branches, typer.Option(help="terminal: one row a rollout. all: one for each chain of its conversation.")
+    ] = Branches.terminal,
     allow_rejected: Annotated[
         bool, typer.Option("--allow-rejected", help="Exit with 0 even if every rollout was rejected; otherwise with 3.")
     ] = False,
@@ -135,6 +145,7 @@ def run(
         workers=workers,
         pad_token_id=pad_token_id,
         max_seq_len=max_seq_len,
+        branches=branches.value,
         uncounted=uncounted,
         console=console,
     )

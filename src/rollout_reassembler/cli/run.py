@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from rollout_reassembler.contract.messages import FinalizedGroup, RolloutReassemblerActorConfig
+from rollout_reassembler.contract.settings import Branches
 from rollout_reassembler.data_plane.durable import replacing_folder
 from rollout_reassembler.files.archive import RECEIPTS_FILE, STAGED_FILE, Archive, read_archive
 from rollout_reassembler.files.exports import export_rows
@@ -30,6 +31,7 @@ def run_archive(
     workers: int,
     pad_token_id: int | None,
     max_seq_len: int | None,
+    branches: Branches,
     uncounted: bool,
     console: Console,
 ) -> list[FinalizedGroup]:
@@ -44,6 +46,7 @@ def run_archive(
         staging_partition=STAGING,
         pad_token_id=archive.pad_token_id if pad_token_id is None else pad_token_id,
         max_seq_len=max_seq_len,
+        branches=branches,
     )
     with replacing_folder(out, only=(ROWS_FILE, GROUPS_FILE, SUMMARY_FILE)) as fresh:
         with open_plane(plane, config, workers=workers) as opened:

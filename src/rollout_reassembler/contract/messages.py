@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
-from rollout_reassembler.contract.settings import checked_settings
+from rollout_reassembler.contract.settings import Branches, checked_settings
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class ReassemblyRequest:
     truncated: tuple[bool, ...] | None = None
     staged_on: str | None = None
     accept_lost: bool = False
+    branches: Branches | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class FinalizedGroup:
     partition (places, see `staging/places.py`), to be cleared once it is published; `cleanup_pending` are
     those that may still be there (none on a good day), and `to_collect` the rejected rollouts, whose rows a
     collection finds and clears (`RolloutReassembler.collect_lost`; actors do it by themselves). `timings` are
-    milliseconds a phase; they tell of one run, so they take no part in comparing answers.
+    milliseconds a phase; they tell of one run, so they take no part in comparing answers. `rows_by_rollout` says how
+    many rows each rollout has, in the order of the request: one, unless the request was for all branches.
     """
 
     meta: KVBatchMeta
@@ -86,6 +88,7 @@ class FinalizedGroup:
     cleanup_pending: tuple[str, ...] = ()
     to_collect: tuple[str, ...] = ()
     timings: dict[str, float] = field(default_factory=dict, compare=False)
+    rows_by_rollout: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class RolloutReassemblerActorConfig:
     """What every actor of a pool reassembles, and where to.
 
     `model_shape` is the policy's `(routed layers, experts a token)`, by which routes of another shape are told
-    from right ones where a group alone cannot tell.
+    from right ones where a group alone cannot tell. `branches` is `"terminal"`, one row a rollout, or `"all"`, one a
+    chain of its conversation; a request may say otherwise.
     `bounds` says how large a receipt, and a request as a whole, may be. Raises `ValueError` for a setting that
     cannot be, naming it.
     """
@@ -117,6 +121,7 @@ class RolloutReassemblerActorConfig:
     max_seq_len: int | None = None
     model_shape: tuple[int, int] | None = None
     bounds: ReceiptBounds = DEFAULT_BOUNDS
+    branches: Branches = "terminal"
 
     def __post_init__(self) -> None:
         settings = {name: value for name, value in vars(self).items() if name != "model_shape"}

@@ -23,13 +23,14 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from rollout_reassembler.contract.errors import RequestError
 from rollout_reassembler.contract.messages import ReassemblyRequest
 from rollout_reassembler.contract.records import RolloutReceipt
+from rollout_reassembler.contract.settings import BRANCHES, Branches
 from rollout_reassembler.contract.text import described
 
 MAX_WEIGHT_VERSION = 2**63 - 1
@@ -70,6 +71,7 @@ def plain_request(request: ReassemblyRequest) -> ReassemblyRequest:
         loss_multiplier=part.multiplier(request.loss_multiplier),
         staged_on=part.epoch(request.staged_on),
         accept_lost=part.flag("accept_lost", request.accept_lost),
+        branches=part.branches(request.branches),
     )
 
 
@@ -105,6 +107,11 @@ class _Parts:
 
     def wrong(self, what: str) -> RequestError:
         return RequestError(f"group {self._group_id!r:.200}: {what}")
+
+    def branches(self, value: Any) -> Branches | None:
+        if value is not None and value not in BRANCHES:
+            raise self.wrong(f"branches must be one of 'terminal', 'all', or None, got {described(value)}")
+        return cast("Branches | None", value)
 
     def entries(self, name: str, value: Any, size: int | None) -> list[Any]:
         """The entries of a sequence or a 1-d array, as many as there are rollouts."""

@@ -7,12 +7,23 @@ out at the first group. What must stay true: what passes here fits the columns t
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, Literal, get_args
 
 from rollout_reassembler.contract.bounds import ReceiptBounds
 from rollout_reassembler.contract.text import described
 
 _INT64 = 2**63 - 1
+
+Branches = Literal["terminal", "all"]
+"""One row a rollout, its terminal's chain; or one a kept leaf (`reassembly/branches.py`)."""
+
+BRANCHES: tuple[Branches, ...] = get_args(Branches)
+
+DEFERRED_BRANCHES = (
+    "branches='all' cannot go with defer_routed_experts_to_policy=True: a staged row may hold routes of several rows, "
+    "and the trainer clears it behind the first; assemble routes before publication (defer_routed_experts_to_policy="
+    "False), or train the terminal's chain"
+)
 
 
 def checked_settings(
@@ -24,6 +35,7 @@ def checked_settings(
     router_replay_enabled: Any,
     defer_routed_experts_to_policy: Any,
     bounds: Any,
+    branches: Any,
 ) -> dict[str, Any]:
     """The settings as Python's own values, by name. Raises `ValueError` naming the one that cannot be."""
     for name, partition in (("partition_id", partition_id), ("staging_partition", staging_partition)):
@@ -36,6 +48,10 @@ def checked_settings(
             "defer_routed_experts_to_policy=True needs router_replay_enabled=True: without router replay there are no "
             "routes to defer"
         )
+    if branches not in BRANCHES:
+        raise ValueError(f"branches must be one of {', '.join(map(repr, BRANCHES))}, got {described(branches)}")
+    if branches == "all" and defer_routed_experts_to_policy:
+        raise ValueError(DEFERRED_BRANCHES)
     if not isinstance(bounds, ReceiptBounds):
         raise ValueError(f"bounds must be a ReceiptBounds, got {described(bounds)}")
     return {
@@ -46,6 +62,7 @@ def checked_settings(
         "router_replay_enabled": bool(router_replay_enabled),
         "defer_routed_experts_to_policy": bool(defer_routed_experts_to_policy),
         "bounds": bounds,
+        "branches": str(branches),
     }
 
 

@@ -79,18 +79,18 @@ def difference(recorded: str, here: str) -> str:
         return "contents"
 
 
-def refuse_held_samples(request: ReassemblyRequest, held: Sequence[Mapping[str, Any] | None]) -> None:
+def refuse_held_samples(group_id: str, sample_ids: Sequence[str], held: Sequence[Mapping[str, Any] | None]) -> None:
     """Raise `GroupConflict` for a canonical sample id under which another group's row lies.
 
     `held` are the tags of the rows that lie there, one a sample id. Default ids are no safer than given ones: those
     of group `g_g0` and a given `g_g0_g0` of group `g` are one. Of two groups that name one id at the same time both
     may find it free; then the later one's row stands, and the group whose row went finds the other's at its next try.
     """
-    for sample_id, tags in zip(request.canonical_sample_ids or (), held, strict=True):
-        owner = (tags or {}).get("group_id", request.group_id)
-        if owner != request.group_id:
+    for sample_id, tags in zip(sample_ids, held, strict=True):
+        owner = (tags or {}).get("group_id", group_id)
+        if owner != group_id:
             raise GroupConflict(
-                f"group {request.group_id!r:.200}: its canonical sample id {sample_id!r:.200} is that of a row of "
+                f"group {group_id!r:.200}: its canonical sample id {sample_id!r:.200} is that of a row of "
                 f"group {owner!r:.200}; give its rows ids of their own, in canonical_sample_ids"
             )
 

@@ -27,13 +27,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from rollout_reassembler.contract.records import CallRecord
 from rollout_reassembler.staging.codec import PackedCall
-
-Branches = Literal["terminal", "all"]
-"""One row a rollout, its terminal's chain; or one a kept leaf."""
 
 
 class Segment(NamedTuple):
@@ -49,13 +46,15 @@ def cut(
     *,
     terminal: str | None,
     keep_retries: bool = False,
+    max_tokens: int | None = None,
 ) -> list[Segment]:
     """The segments of a rollout, earliest leaf first.
 
-    `proven` holds the calls that may be trained, by id; a chain with any other call is left out.
+    `proven` holds the calls that may be trained, by id; a chain with any other call is left out, and so is one of
+    more than `max_tokens`.
     """
     trainable = _trainable(manifest, proven)
-    leaves = _leaves(trainable)
+    leaves = [leaf for leaf in _leaves(trainable) if max_tokens is None or leaf.cum_len <= max_tokens]
     if not keep_retries:
         retried = _retried(trainable, proven)
         leaves = [leaf for leaf in leaves if leaf.model_call_id == terminal or leaf.model_call_id not in retried]

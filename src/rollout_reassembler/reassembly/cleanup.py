@@ -7,7 +7,6 @@ call `b/c` of rollout `a`), and receipts may lie.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 from rollout_reassembler.contract.errors import DataPlaneError
@@ -20,24 +19,22 @@ logger = logging.getLogger(__name__)
 
 def clear_group(
     dp_client: RowStore, staging_partition: str, lost: LostRollouts, answer: FinalizedGroup
-) -> FinalizedGroup:
-    """Clear the staged rows of a group that is published and on record; the answer, saying what may still be there.
+) -> tuple[str, ...]:
+    """Clear the staged rows of a group that is published and on record; returns what may still be there.
 
     A proven rollout's rows are those it was proven from. A rejected rollout's receipt is no authority on that, so
-    the rollout is marked for a collection (`to_collect`); one whose receipt claimed someone else's row is not.
+    the rollout is marked for a collection (`to_collect`).
     Where a rollout could not even be marked, `"{rollout_id}/*"` stands for its rows in `cleanup_pending`.
 
     The group's answer stands whether or not this works, so a failing plane is reported, not raised.
     What is left is cleared by the same request again, or by a sweep.
     """
-    rejected = sorted(rollout for rollout, reason in answer.rejections.items() if reason != "foreign_staging_key")
-    pending = [f"{rollout_id}/*" for rollout_id in rejected]
+    pending = [f"{rollout_id}/*" for rollout_id in answer.to_collect]
     try:
-        lost.mark(rejected)
+        lost.mark(answer.to_collect)
         pending = []
         dp_client.clear_samples(answer.staging_keys, staging_partition)
     except DataPlaneError as error:
         logger.warning("cleanup pending for %d staged rows: %s", len(answer.staging_keys) + len(pending), error)
-        to_collect = () if pending else tuple(rejected)
-        return dataclasses.replace(answer, cleanup_pending=(*answer.staging_keys, *pending), to_collect=to_collect)
-    return dataclasses.replace(answer, cleanup_pending=(), to_collect=tuple(rejected))
+        return (*answer.staging_keys, *pending)
+    return ()

@@ -134,7 +134,7 @@ class GroupRecords:
 
 def _encode_answer(answer: FinalizedGroup) -> str:
     fields = dataclasses.asdict(answer)
-    del fields["timings"], fields["cleanup_pending"], fields["to_collect"]
+    del fields["timings"], fields["cleanup_pending"]
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
@@ -142,4 +142,6 @@ def _decode_answer(text: str) -> FinalizedGroup:
     fields = json.loads(text)
     fields["meta"] = KVBatchMeta(**fields["meta"])
     fields["staging_keys"] = tuple(fields["staging_keys"])
+    fields["to_collect"] = tuple(fields["to_collect"])
+    fields["rows_by_rollout"] = tuple(fields["rows_by_rollout"])
     return FinalizedGroup(**fields)

@@ -31,7 +31,7 @@ _WHAT_TO_DO = "stage its rollouts again and send the same request, or give them 
 
 def lacks_rows(rollouts: Sequence[FinalizedRollout]) -> bool:
     """Whether any rollout was rejected because staged rows are missing."""
-    return any(rollout.rejection_reason in _REASONS for rollout in rollouts)
+    return any(rollout.rejection_reason in _REASONS or rollout.missing_keys for rollout in rollouts)
 
 
 def refuse_lost_rows(

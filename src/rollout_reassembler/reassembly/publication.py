@@ -27,6 +27,7 @@ from typing import Any
 
 from rollout_reassembler.contract.errors import GroupConflict, PlaneLost
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest
+from rollout_reassembler.contract.settings import Branches
 from rollout_reassembler.data_plane.base import Column, Reservation, RowStore, Tags
 from rollout_reassembler.reassembly.admission import difference, refuse_held_samples
 from rollout_reassembler.reassembly.group_record import GroupRecord, GroupRecords
@@ -46,11 +47,15 @@ class CanonicalRows:
 class Offer:
     """What one finalizer has to publish for a plain request: `rows` are assembled only where they are needed.
 
+    `sample_ids` are those of the rows; how many a rollout has is known once it was proven.
+
     `lacks_rows` tells that staged rows are missing, `is_unread` that nothing of the group could be read.
     """
 
     request: ReassemblyRequest
     fingerprint: str
+    branches: Branches
+    sample_ids: Sequence[str]
     rows: Callable[[], CanonicalRows]
     lacks_rows: bool
     is_unread: bool
@@ -58,10 +63,6 @@ class Offer:
     @property
     def group_id(self) -> str:
         return self.request.group_id
-
-    @property
-    def sample_ids(self) -> Sequence[str]:
-        return self.request.canonical_sample_ids or ()
 
     def may_replace(self, recorded: GroupRecord) -> bool:
         """Whether this takes the place of what is on record. Raises `GroupConflict` when it is another request's."""
@@ -91,20 +92,27 @@ class Publisher:
         announced and can't be put together again.
         """
         has_released = False
+        sample_ids = offer.sample_ids
         while True:
             with phases("record"):
                 look_up = (self._records.partition_id, offer.group_id)
-                reserved = self._client.reserve_samples(offer.sample_ids, self._partition_id, look_up=look_up)
+                reserved = self._client.reserve_samples(sample_ids, self._partition_id, look_up=look_up)
                 recorded = self._records.decode(offer.group_id, reserved.looked_up)
             if recorded is None:
-                refuse_held_samples(offer.request, reserved.tags)
+                refuse_held_samples(offer.group_id, offer.sample_ids, reserved.tags)
                 return self._write(offer, reserved, phases)
             try:
                 replaces = offer.may_replace(recorded)
             except GroupConflict:
                 self._give_back(reserved, recorded)
                 raise
+            published = recorded.answer.meta.sample_ids
+            has_others = list(published) != list(reserved.sample_ids)
             if replaces:
+                if has_others and not has_released:
+                    self._release_all(published)
+                    has_released = True
+                    continue
                 placeholders = _those(reserved, set(recorded.numbers))
                 # A plane without numbers set aside gives those that were released again.
                 if has_released or not placeholders.numbers:
@@ -112,6 +120,11 @@ class Publisher:
                 with phases("publish"):
                     self._client.release_samples(placeholders)
                 has_released = True
+                continue
+            if has_others:
+                # Rows of other chains: staging has changed since. The record knows which ones it stands for.
+                self._give_back(reserved, recorded)
+                sample_ids = published
                 continue
             if reserved.numbers == recorded.numbers and not reserved.is_readable:
                 return self._complete(offer, reserved, recorded, phases)
@@ -146,6 +159,9 @@ class Publisher:
         with phases("publish"):
             self._client.announce_samples(self._client.store_samples(reserved, rows.columns), rows.tags)
         return rows.answer
+
+    def _release_all(self, sample_ids: Sequence[str]) -> None:
+        self._client.release_samples(self._client.reserve_samples(sample_ids, self._partition_id))
 
     def _give_back(self, reserved: Reservation, recorded: GroupRecord) -> None:
         """Release rows that were made by asking, whose number the record does not have.

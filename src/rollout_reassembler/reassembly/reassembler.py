@@ -35,19 +35,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
 from rollout_reassembler.contract.errors import (
     DataPlaneError,
-    InvalidRoutePlan,
-    InvalidStagedCall,
-    VerificationError,
+    RequestError,
 )
 from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta, ReassemblyRequest
 from rollout_reassembler.contract.records import RolloutReceipt
-from rollout_reassembler.contract.requests import plain_request, plain_reward, plain_rollout_id, publishable_reward
-from rollout_reassembler.contract.settings import checked_settings
+from rollout_reassembler.contract.requests import plain_request, plain_reward, plain_rollout_id
+from rollout_reassembler.contract.settings import DEFERRED_BRANCHES, Branches, checked_settings
 from rollout_reassembler.contract.text import one_line
 from rollout_reassembler.data_plane.base import RowStore
 from rollout_reassembler.reassembly.admission import (
@@ -62,8 +61,8 @@ from rollout_reassembler.reassembly.group_record import GroupRecords
 from rollout_reassembler.reassembly.lost import lacks_rows, refuse_lost_rows
 from rollout_reassembler.reassembly.metrics import group_metrics
 from rollout_reassembler.reassembly.phases import Phases
+from rollout_reassembler.reassembly.proofs import RolloutProver, is_unaccounted, whole_or_rejected
 from rollout_reassembler.reassembly.publication import CanonicalRows, Offer, Publisher
-from rollout_reassembler.reassembly.route_plan import RoutePlan, plan_routes
 from rollout_reassembler.reassembly.routed_rows import (
     PlanTag,
     assemble_group_routes,
@@ -74,12 +73,12 @@ from rollout_reassembler.reassembly.routed_rows import (
 from rollout_reassembler.reassembly.routes import LayersAndTopK
 from rollout_reassembler.reassembly.rows import (
     FinalizedRollout,
+    by_row,
     canonical_columns,
     canonical_schema,
-    rejected,
+    sample_ids_of,
+    segment_tags,
 )
-from rollout_reassembler.reassembly.spans import encode_spans
-from rollout_reassembler.reassembly.verify import LinearizedRow, prove_rollout
 from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.source import StagingSource
 
@@ -102,7 +101,9 @@ class RolloutReassembler:
         )
 
     Both partitions must be registered (`register_canonical_partition`, `register_staging_partition`).
-    `bounds` says how large a receipt may be. Raises `ValueError` for a setting that cannot be, naming it.
+    `bounds` says how large a receipt may be; with `branches="all"` a rollout has a row for each chain of its
+    conversation (`branches.py`), by default one for the chain that its reward was given for. Raises `ValueError` for a
+    setting that cannot be, naming it.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class RolloutReassembler:
         defer_routed_experts_to_policy: bool = False,
         bounds: ReceiptBounds = DEFAULT_BOUNDS,
         model_shape: LayersAndTopK | None = None,
+        branches: Branches = "terminal",
     ) -> None:
         settings = checked_settings(
             partition_id=partition_id,
@@ -126,7 +128,9 @@ class RolloutReassembler:
             router_replay_enabled=router_replay_enabled,
             defer_routed_experts_to_policy=defer_routed_experts_to_policy,
             bounds=bounds,
+            branches=branches,
         )
+        self._branches: Branches = settings["branches"]
         self._client = dp_client
         self._partition_id = partition_id
         self._staging_partition = staging_partition
@@ -139,6 +143,8 @@ class RolloutReassembler:
         self._seen_shape: LayersAndTopK | None = None
         self._source = StagingSource(dp_client, staging_partition=staging_partition)
         self._records = GroupRecords(dp_client, partition_id=partition_id)
+        with_routes = self._direct_routes or self._deferred_routes
+        self._prover = RolloutProver(staging_partition, self._max_seq_len, with_routes)
         self._lost = LostRollouts(dp_client, staging_partition=staging_partition)
         self._publisher = Publisher(dp_client, self._records, partition_id=partition_id)
 
@@ -152,8 +158,8 @@ class RolloutReassembler:
         rollout_id = plain_rollout_id(rollout_id)
         admitted = admit(rollout_id, receipt, self._bounds)
         worth = plain_reward(reward)
-        rollouts = self._prove_group([rollout_id], [admitted], [worth], Phases())
-        rollout = self._with_routes(rollouts)[0]
+        rows = self._prove_group([rollout_id], [admitted], [worth], "terminal", Phases())
+        ((rollout,),) = self._with_routes(rows)
         if rollout.missing_keys and isinstance(admitted, RolloutReceipt):
             return _maybe_cleared(rollout, len(admitted.manifest))
         return rollout
@@ -173,6 +179,7 @@ class RolloutReassembler:
             truncated=request.truncated,
             staged_on=request.staged_on,
             accept_lost=request.accept_lost,
+            branches=request.branches,
         )
 
     def finalize_group(
@@ -190,8 +197,9 @@ class RolloutReassembler:
         truncated: Sequence[bool] | None = None,
         staged_on: str | None = None,
         accept_lost: bool = False,
+        branches: Branches | None = None,
     ) -> FinalizedGroup:
-        """Publish the group's N rows and clear its staged calls.
+        """Publish the group's rows, one a rollout or one a chain (`branches`), and clear its staged calls.
 
         `staged_on` is the plane's `epoch()` from before the group's first rollout, so that rows which went with a
         plane are not taken for rows that never were; `accept_lost` makes placeholders of those knowingly.
@@ -217,6 +225,7 @@ class RolloutReassembler:
                 truncated=truncated,  # type: ignore[arg-type]
                 staged_on=staged_on,
                 accept_lost=accept_lost,
+                branches=branches,
             )
         )
         with _Naming(request.group_id):
@@ -224,16 +233,20 @@ class RolloutReassembler:
 
     def _finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         phases = Phases()
+        branches = request.branches or self._branches
+        if branches == "all" and self._deferred_routes:
+            raise RequestError(f"group {request.group_id!r:.200}: {DEFERRED_BRANCHES}")
         with phases("admit"):
             admitted = [
                 admit(rollout_id, receipt, self._bounds)
                 for rollout_id, receipt in zip(request.rollout_ids, request.receipts, strict=True)
             ]
-            fingerprint = fingerprint_of(request, admitted, self._settings())
-        rollouts = self._prove_group(request.rollout_ids, admitted, request.rewards, phases)
+            fingerprint = fingerprint_of(request, admitted, self._settings(branches))
+        by_rollout = self._prove_group(request.rollout_ids, admitted, request.rewards, branches, phases)
         if self._direct_routes:
             with phases("routes"):
-                rollouts = self._with_routes(rollouts)
+                by_rollout = self._with_routes(by_rollout)
+        rollouts = [rows[0] for rows in by_rollout]
         lacks = lacks_rows(rollouts)
         if lacks and not request.accept_lost:
             with phases("record"):
@@ -244,18 +257,19 @@ class RolloutReassembler:
         offer = Offer(
             request,
             fingerprint,
-            rows=lambda: self._canonical_rows(request, admitted, rollouts, phases),
+            branches,
+            sample_ids_of(request.canonical_sample_ids or (), by_rollout, branches),
+            rows=lambda: self._canonical_rows(offer, admitted, by_rollout, phases),
             lacks_rows=lacks,
             is_unread=is_unread,
         )
         answer = self._publisher.publish(offer, phases)
         if is_unread:
             pending = tuple(f"{rollout_id}/*" for rollout_id in request.rollout_ids)
-            answer = dataclasses.replace(answer, cleanup_pending=pending)
         else:
             with phases("clear"):
-                answer = clear_group(self._client, self._staging_partition, self._lost, answer)
-        return dataclasses.replace(answer, timings=phases.timings())
+                pending = clear_group(self._client, self._staging_partition, self._lost, answer)
+        return dataclasses.replace(answer, cleanup_pending=pending, timings=phases.timings())
 
     def collect_lost(self) -> Collected:
         """Clear the staged rows of rejected rollouts, those of all groups and processes so far, in one look.
@@ -265,16 +279,21 @@ class RolloutReassembler:
         """
         return self._lost.collect()
 
-    def _with_routes(self, rollouts: list[FinalizedRollout]) -> list[FinalizedRollout]:
-        """The rollouts with their routes, in direct mode. The shape that rows agree on counts for later groups."""
-        if not self._direct_routes:
-            return rollouts
-        shapes: dict[str, Any] = {"model_shape": self._model_shape, "seen_shape": self._seen_shape}
-        routed = assemble_group_routes(self._source, rollouts, **shapes)
-        self._seen_shape = shape_seen(routed) or self._seen_shape
-        return routed
+    def _with_routes(self, by_rollout: list[list[FinalizedRollout]]) -> list[list[FinalizedRollout]]:
+        """The rows of each rollout with their routes, in direct mode; where those of one fail the rollout is rejected.
 
-    def _settings(self) -> dict[str, Any]:
+        The shape that rows agree on counts for later groups.
+        """
+        if not self._direct_routes:
+            return by_rollout
+        shapes: dict[str, Any] = {"model_shape": self._model_shape, "seen_shape": self._seen_shape}
+        routed = assemble_group_routes(self._source, list(chain.from_iterable(by_rollout)), **shapes)
+        self._seen_shape = shape_seen(routed) or self._seen_shape
+        rest = iter(routed)
+        grouped = [list(islice(rest, len(rows))) for rows in by_rollout]
+        return [whole_or_rejected(rows, before[0]) for rows, before in zip(grouped, by_rollout, strict=True)]
+
+    def _settings(self, branches: Branches) -> dict[str, Any]:
         """What else decides the rows, under the names of the config: part of a request's fingerprint."""
         return {
             "pad_token_id": self._pad_token_id,
@@ -282,6 +301,7 @@ class RolloutReassembler:
             "router_replay_enabled": self._direct_routes or self._deferred_routes,
             "defer_routed_experts_to_policy": self._deferred_routes,
             "model_shape": self._model_shape,
+            "branches": branches,
         }
 
     def _prove_group(
@@ -289,9 +309,10 @@ class RolloutReassembler:
         rollout_ids: Sequence[str],
         admitted: Sequence[RolloutReceipt | Rejection],
         rewards: Sequence[Any],
+        branches: Branches,
         phases: Phases,
-    ) -> list[FinalizedRollout]:
-        """Each rollout's proof or rejection.
+    ) -> list[list[FinalizedRollout]]:
+        """Each rollout's rows, or its rejection.
 
         A row that is missing, garbled or another's may be the plane's passing fault (a place that
         was reused between two steps of the read), so those rows are read once more.
@@ -299,14 +320,20 @@ class RolloutReassembler:
         with phases("fetch"):
             values = self._read(admitted)
         with phases("verify"):
-            rollouts = [self._prove(*entry, values) for entry in zip(rollout_ids, admitted, rewards, strict=True)]
-        unread = [index for index, rollout in enumerate(rollouts) if rollout.rejection_reason in _UNREAD]
+            entries = zip(rollout_ids, admitted, rewards, strict=True)
+            rollouts = [self._prover.prove(*entry, values, branches) for entry in entries]
+        unread = [
+            index
+            for index, rows in enumerate(rollouts)
+            if rows[0].rejection_reason in _UNREAD or rows[0].dropped.keys() & _UNREAD
+        ]
         if unread:
             with phases("fetch"):
                 values = self._read([admitted[index] for index in unread])
             with phases("verify"):
                 for index in unread:
-                    rollouts[index] = self._prove(rollout_ids[index], admitted[index], rewards[index], values)
+                    entry = rollout_ids[index], admitted[index], rewards[index]
+                    rollouts[index] = self._prover.prove(*entry, values, branches)
         return rollouts
 
     def _read(self, admitted: Sequence[RolloutReceipt | Rejection]) -> dict[str, bytes]:
@@ -315,92 +342,64 @@ class RolloutReassembler:
         values, _ = self._source.read_values([place_of(record) for r in receipts for record in r.manifest])
         return values
 
-    def _prove(
-        self, rollout_id: str, receipt: RolloutReceipt | Rejection, reward: Any, values: dict[str, bytes]
-    ) -> FinalizedRollout:
-        """One rollout, from its staged values to its row or its rejection."""
-        worth = publishable_reward(reward)
-        if isinstance(receipt, Rejection):
-            return rejected(rollout_id, receipt.reason, receipt.detail, reward=worth or 0.0)
-        keys = tuple(map(place_of, receipt.manifest))
-        missing = [key for key in keys if key not in values]
-        if missing:
-            detail = f"{len(missing)} of {len(keys)} staged rows are missing, first {missing[0]!r}"
-            return rejected(rollout_id, "missing_staging_row", detail, reward=worth or 0.0, missing_keys=tuple(missing))
-        try:
-            row = prove_rollout(receipt, [values[key] for key in keys])
-        except InvalidStagedCall as error:
-            return rejected(rollout_id, error.code, error.detail, reward=worth or 0.0)
-        except VerificationError as error:
-            return rejected(rollout_id, f"rebuild_failed:{error.code}", error.detail, reward=worth or 0.0)
-        if worth is None:
-            detail = f"expected a reward that binary32 can hold, got {reward}"
-            return rejected(rollout_id, "invalid_reward", detail, staging_keys=keys)
-        length = len(row.token_ids)
-        if self._max_seq_len is not None and length > self._max_seq_len:
-            detail = f"{length} tokens, more than max_seq_len={self._max_seq_len}"
-            return rejected(rollout_id, "exceeds_max_seq_len", detail, reward=worth, staging_keys=keys)
-        plan = None
-        if self._direct_routes or self._deferred_routes:
-            try:
-                plan = plan_routes(row, staging_partition=self._staging_partition, cleanup_keys=keys)
-            except InvalidRoutePlan as error:
-                return rejected(rollout_id, error.code, error.detail, reward=worth, staging_keys=keys)
-        return _proven(row, worth, keys, plan)
-
     def _answer(
         self,
-        request: ReassemblyRequest,
+        offer: Offer,
         admitted: Sequence[RolloutReceipt | Rejection],
-        rollouts: Sequence[FinalizedRollout],
+        by_rollout: Sequence[Sequence[FinalizedRollout]],
         plan_tags: Sequence[PlanTag],
     ) -> FinalizedGroup:
-        valid = [rollout for rollout in rollouts if rollout.valid]
+        request, rows = offer.request, list(chain.from_iterable(by_rollout))
+        valid = [row for row in rows if row.valid]
         fallback = request.fallback_weight_version
         weight_version = min((r.min_wv for r in valid if r.min_wv is not None), default=fallback)
         meta = KVBatchMeta(
             partition_id=self._partition_id,
             task_name=TRAIN_TASK,
-            sample_ids=list(request.canonical_sample_ids or ()),
+            sample_ids=list(offer.sample_ids),
             fields=list(canonical_schema(with_routes=self._direct_routes)),
-            sequence_lengths=[len(r.token_ids) if r.valid else 1 for r in rollouts],
+            sequence_lengths=[len(r.token_ids) if r.valid else 1 for r in rows],
             tags=[{"weight_version": weight_version, "prompt_idx": request.prompt_idx, "group_id": request.group_id}]
-            * len(rollouts),
+            * len(rows),
         )
         return FinalizedGroup(
             meta=meta,
             group_min_wv=weight_version,
             group_max_wv=max((r.max_wv for r in valid if r.max_wv is not None), default=fallback),
-            staging_keys=tuple(key for rollout in rollouts for key in self._done_with(rollout)),
+            staging_keys=tuple(key for row in rows for key in self._done_with(row)),
             canonical_output_tokens=sum(r.generated_tokens for r in valid),
-            metrics={**group_metrics(rollouts, admitted), **route_metrics(rollouts, plan_tags)},
+            metrics={**group_metrics(by_rollout, admitted), **route_metrics(rows, plan_tags)},
             valid_row_count=len(valid),
-            total_row_count=len(rollouts),
-            rejections={r.rollout_id: r.rejection_reason for r in rollouts if r.rejection_reason},
+            total_row_count=len(rows),
+            rejections={r.rollout_id: r.rejection_reason for r in rows if r.rejection_reason},
+            to_collect=() if offer.is_unread else tuple(sorted(r.rollout_id for r in rows if is_unaccounted(r))),
+            rows_by_rollout=tuple(map(len, by_rollout)),
         )
 
     def _canonical_rows(
         self,
-        request: ReassemblyRequest,
+        offer: Offer,
         admitted: Sequence[RolloutReceipt | Rejection],
-        rollouts: Sequence[FinalizedRollout],
+        by_rollout: Sequence[Sequence[FinalizedRollout]],
         phases: Phases,
     ) -> CanonicalRows:
         """The group as it is published; what was rejected is told to people."""
+        request, rows = offer.request, list(chain.from_iterable(by_rollout))
         with phases("assemble"):
-            plan_tags = route_plan_tags(rollouts) if self._deferred_routes else [{} for _ in rollouts]
-            answer = self._answer(request, admitted, rollouts, plan_tags)
+            plan_tags = route_plan_tags(rows) if self._deferred_routes else [{} for _ in rows]
+            answer = self._answer(offer, admitted, by_rollout, plan_tags)
             columns = canonical_columns(
-                rollouts,
+                rows,
                 pad_token_id=self._pad_token_id,
                 loss_multiplier=request.loss_multiplier,
-                mask_sample=request.mask_sample,  # type: ignore[arg-type]  # a tuple, of a plain request
-                truncated=request.truncated or (None,) * len(rollouts),
+                mask_sample=by_row(request.mask_sample, by_rollout),  # type: ignore[arg-type]  # plain: a tuple
+                truncated=by_row(request.truncated or (None,) * len(by_rollout), by_rollout),
                 max_seq_len=self._max_seq_len,
                 with_routes=self._direct_routes,
             )
-            tags = [{**tag, **extra} for tag, extra in zip(answer.meta.tags or [], plan_tags, strict=True)]
-        _log_rejections(request.group_id, rollouts)
+            entries = zip(answer.meta.tags or [], rows, plan_tags, strict=True)
+            tags = [{**tag, **segment_tags(row, offer.branches), **extra} for tag, row, extra in entries]
+        _log_rejections(request.group_id, rows)
         return CanonicalRows(answer, columns, tags)
 
     def _done_with(self, rollout: FinalizedRollout) -> tuple[str, ...]:
@@ -426,26 +425,6 @@ class _Naming:
             raise error.for_group(self._group_id) from error
         if error is not None:
             error.add_note(f"while group {self._group_id!r} was finalized")
-
-
-def _proven(row: LinearizedRow, reward: float, keys: tuple[str, ...], plan: RoutePlan | None) -> FinalizedRollout:
-    return FinalizedRollout(
-        rollout_id=row.rollout_id,
-        valid=True,
-        rejection_reason=None,
-        token_ids=row.token_ids,
-        token_mask=row.token_mask,
-        logprobs=row.logprobs,
-        prompt_len=row.prompt_len,
-        reward=reward,
-        staging_keys=keys,
-        min_wv=min(row.weight_versions),
-        max_wv=max(row.weight_versions),
-        calls=len(row.model_call_ids),
-        generated_tokens=sum(span.generation_len for span in row.link_spans),
-        route_plan=plan,
-        spans=encode_spans(row),
-    )
 
 
 def _maybe_cleared(rollout: FinalizedRollout, calls: int) -> FinalizedRollout:

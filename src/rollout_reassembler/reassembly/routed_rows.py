@@ -31,11 +31,11 @@ def assemble_group_routes(
     plans = [rollout.route_plan for rollout in planned if rollout.route_plan is not None]
     lengths = [len(rollout.token_ids) for rollout in planned]
     outcomes = assemble_group(source, plans, model_shape=model_shape, canonical_lengths=lengths, seen_shape=seen_shape)
-    routed: dict[str, FinalizedRollout] = {}
+    routed: dict[int, FinalizedRollout] = {}
     for rollout, outcome in zip(planned, outcomes, strict=True):
         if isinstance(outcome, RouteFailure):
             reason = f"route_assembly:{outcome.code}"
-            routed[rollout.rollout_id] = rejected(
+            routed[id(rollout)] = rejected(
                 rollout.rollout_id,
                 reason,
                 outcome.detail,
@@ -43,8 +43,8 @@ def assemble_group_routes(
                 staging_keys=rollout.staging_keys,
             )
         else:
-            routed[rollout.rollout_id] = dataclasses.replace(rollout, routed_experts=outcome)
-    return [routed.get(rollout.rollout_id, rollout) for rollout in rollouts]
+            routed[id(rollout)] = dataclasses.replace(rollout, routed_experts=outcome)
+    return [routed.get(id(rollout), rollout) for rollout in rollouts]
 
 
 def shape_seen(rollouts: Sequence[FinalizedRollout]) -> LayersAndTopK | None:

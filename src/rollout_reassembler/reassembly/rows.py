@@ -13,14 +13,15 @@ Placeholders are masked as well, whatever the request says, so that one flag tel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rollout_reassembler.contract.digests import Floats, Integers
+from rollout_reassembler.contract.settings import Branches
 from rollout_reassembler.data_plane.base import FieldSpec, RowStore, Schema
 from rollout_reassembler.reassembly.route_plan import RoutePlan
 from rollout_reassembler.reassembly.routes import sentinel_routes
@@ -74,6 +75,8 @@ class FinalizedRollout:
     `staging_keys` are the places of the rows that were read and proven to be this rollout's own, `missing_keys`
     those that its receipt names and that are not there. `min_wv` and `max_wv` span the calls that are
     trained. `spans` is the row's proof (`spans.py`), no bytes where there is none.
+    Of a rollout with several rows each is one of these: `segment` of `segments`; the keys are those of the first,
+    `sampled_tokens`, `trained_tokens` and `dropped` (calls that were not proven, by code) are of the whole rollout.
     """
 
     rollout_id: str
@@ -94,6 +97,11 @@ class FinalizedRollout:
     rejection_detail: str = ""
     spans: bytes = b""
     missing_keys: tuple[str, ...] = ()
+    segment: int = 0
+    segments: int = 1
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 def rejected(
@@ -168,3 +176,29 @@ def canonical_columns(
             for r, length in zip(rollouts, lengths, strict=True)
         ]
     return columns
+
+
+def sample_ids_of(
+    given: Sequence[str], by_rollout: Sequence[Sequence[FinalizedRollout]], branches: Branches
+) -> list[str]:
+    """The rows' ids: those of their rollouts, or with all branches `"{id}_s{segment}"`."""
+    if branches == "terminal":
+        return list(given)
+    return [f"{name}_s{j}" for name, rows in zip(given, by_rollout, strict=True) for j in range(len(rows))]
+
+
+def by_row(values: Sequence[Any], by_rollout: Sequence[Sequence[FinalizedRollout]]) -> list[Any]:
+    """What is said of each rollout, once for each of its rows."""
+    return [value for value, rows in zip(values, by_rollout, strict=True) for _ in rows]
+
+
+def segment_tags(row: FinalizedRollout, branches: Branches) -> dict[str, Any]:
+    """Whose row it is, and which of how many: what a trainer needs to give a rollout one vote and one weight."""
+    if branches == "terminal":
+        return {}
+    return {
+        ROLLOUT_TAG: row.rollout_id,
+        SEGMENT_TAG: row.segment,
+        SEGMENTS_TAG: row.segments,
+        ROLLOUT_TOKENS_TAG: row.trained_tokens,
+    }

@@ -155,18 +155,27 @@ def prove_rollout(receipt: RolloutReceipt, values: Sequence[bytes]) -> Linearize
 
 
 class ProvenForest(NamedTuple):
-    """All rows of a rollout, earliest leaf first, and what could not be proven, by call id."""
+    """All rows of a rollout, earliest leaf first, and what could not be proven, by call id.
+
+    `sampled_tokens` counts those of all calls that were proven, in a row or not.
+    """
 
     rows: tuple[LinearizedRow, ...]
     faults: dict[str, ContractError]
+    sampled_tokens: int
 
 
 def prove_forest(
-    receipt: RolloutReceipt, values: Sequence[bytes | None], *, keep_retries: bool = False
+    receipt: RolloutReceipt,
+    values: Sequence[bytes | None],
+    *,
+    keep_retries: bool = False,
+    max_tokens: int | None = None,
 ) -> ProvenForest:
     """Prove packed `values` (in manifest order, `None` where there is none) and cut them into rows.
 
-    What cannot be proven costs the chains that hold it; the terminal's chain must be sound. Raises
+    What cannot be proven costs the chains that hold it; the terminal's chain must be sound. A chain of more than
+    `max_tokens` is no row. Raises
     `VerificationError` and `InvalidStagedCall` as `prove_rollout` does where the receipt itself contradicts
     itself, or a call of the terminal's chain cannot be proven (`missing_staging_row` where it is not there).
     """
@@ -187,12 +196,19 @@ def prove_forest(
             raise faults[record.model_call_id]
     _check_cumulative_hash([calls[record.model_call_id] for record in terminal_chain])
     sound = {call_id: calls[call_id] for call_id in links}
-    segments = cut(receipt.manifest, sound, terminal=receipt.terminal_model_call_id, keep_retries=keep_retries)
+    segments = cut(
+        receipt.manifest,
+        sound,
+        terminal=receipt.terminal_model_call_id,
+        keep_retries=keep_retries,
+        max_tokens=max_tokens,
+    )
     rows = [
         _joined(receipt.rollout_id, [sound[call_id] for call_id in segment.call_ids], segment.owned)
         for segment in segments
     ]
-    return ProvenForest(tuple(rows), faults)
+    sampled = sum(call.delta_len - (call.carry_len or 0) for call in sound.values())
+    return ProvenForest(tuple(rows), faults, sampled)
 
 
 def _each_proven(
