@@ -17,7 +17,7 @@ from rollout_reassembler.demo.proof import Proof, prove_rows
 from rollout_reassembler.demo.run import DemoSettings, find_faults, run_demo
 from rollout_reassembler.files.archive import Archive, read_archive
 from rollout_reassembler.files.planes import CANONICAL, STAGING, OpenPlane, open_plane
-from rollout_reassembler.reassembly import reassembler
+from rollout_reassembler.reassembly import proofs
 from rollout_reassembler.reassembly.verify import LinearizedRow
 
 SETTINGS = DemoSettings(plane="memory", groups=1, rollouts=4, calls=2)
@@ -76,7 +76,7 @@ def test_the_kept_archive_gives_the_same_proof(plane: OpenPlane, archive: Archiv
 def test_the_proof_fails_when_a_published_row_is_wrong(
     plane: OpenPlane, archive: Archive, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    prove = reassembler.prove_rollout
+    prove = proofs.prove_rollout
 
     def wrong(receipt: Any, values: Sequence[bytes]) -> LinearizedRow:
         row = prove(receipt, values)
@@ -86,7 +86,7 @@ def test_the_proof_fails_when_a_published_row_is_wrong(
             return row._replace(logprobs=row.logprobs * np.float32(1.001))
         return row._replace(logprobs=np.roll(row.logprobs, 1))
 
-    monkeypatch.setattr(reassembler, "prove_rollout", wrong)
+    monkeypatch.setattr(proofs, "prove_rollout", wrong)
     proof, faults = _judge(plane, list(plane.finalize_all(archive.requests)))
     assert proof.max_abs_logprob_error > 1e-4
     assert faults

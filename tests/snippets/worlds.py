@@ -20,7 +20,7 @@ import rollout_reassembler as rr
 from rollout_reassembler.capture import CallRecorder, CaptureLedger
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.gate import WriteGate
-from rollout_reassembler.staging.places import place
+from rollout_reassembler.staging.places import place, place_of
 from tests import route_captures
 from tests.captures import MadeRollout, chain, finalize, memory_plane
 
@@ -231,6 +231,16 @@ def source_world() -> Names:
     return {"source": source, "record": record, "place": place, "receipt": rr.RolloutReceipt(**rollout.receipt())}
 
 
+def prover_world() -> Names:
+    """A staged rollout as the reassembler holds it when it proves: its receipt, checked, and its values by place."""
+    client, rollout = registered(), chain("r")
+    staged(client, "staging", rollout)
+    receipt = rr.RolloutReceipt(**rollout.receipt())
+    source = rr.StagingSource(client, staging_partition="staging")
+    values, _ = source.read_values([place_of(record) for record in receipt.manifest])
+    return {"rollout_id": "r", "receipt": receipt, "reward": 1.0, "values": values}
+
+
 def sink_world() -> Names:
     return {"dp_client": registered(), "call": chain("r").calls[0]}
 
@@ -253,6 +263,7 @@ WORLDS: dict[str, Callable[[], Names]] = {
     "rollout_reassembler.data_plane.gate": gate_world,
     "rollout_reassembler.data_plane.transfer_queue.keys": keys_world,
     "rollout_reassembler.reassembly.collector": collector_world,
+    "rollout_reassembler.reassembly.proofs": prover_world,
     "rollout_reassembler.reassembly.reassembler": group_world,
     "rollout_reassembler.reassembly.sweep": sweep_world,
     "rollout_reassembler.staging.sink": sink_world,

@@ -1,7 +1,8 @@
 """One rollout, from its receipt and staged values to its rows or its rejection.
 
     prover = RolloutProver(staging_partition="staging", max_seq_len=32768, with_routes=False)
-    rows = prover.prove(rollout_id, receipt, reward, values, "all")      # one a chain; or one rejected rollout
+    rows = prover.prove(rollout_id, receipt, reward, values, "all")      # one a chain, or a rejected rollout
+    assert [(row.segment, row.valid) for row in rows] == [(0, True)]
 
 With `"terminal"` all that the receipt lists must be sound, and the terminal's chain is the row. With `"all"` what
 cannot be proven costs the chains that hold it and no other; only the terminal's own chain must be sound. The first
