@@ -21,6 +21,7 @@ from rollout_reassembler.data_plane.backends import Backend
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.config import DataPlaneConfig
 from rollout_reassembler.data_plane.factory import build_data_plane_client
+from rollout_reassembler.reassembly.collector import LostRollouts
 from rollout_reassembler.reassembly.reassembler import RolloutReassembler
 from rollout_reassembler.reassembly.rows import register_canonical_partition
 from rollout_reassembler.staging.schema import register_staging_partition
@@ -75,6 +76,14 @@ def _finalize_here(
     reassembler.collect_lost()
 
 
+def _then_collect(
+    answers: Iterator[FinalizedGroup], client: DataPlaneClient, config: RolloutReassemblerActorConfig
+) -> Iterator[FinalizedGroup]:
+    """The answers, and behind the last one what rejected rollouts leave, for which actors come a while later."""
+    yield from answers
+    LostRollouts(client, staging_partition=config.staging_partition).collect()
+
+
 @contextmanager
 def _open_on_ray(backend: Backend, config: RolloutReassemblerActorConfig, workers: int) -> Iterator[OpenPlane]:
     with feature(f"the {backend.name} plane", extra=backend.extra or "ray"):
@@ -90,6 +99,6 @@ def _open_on_ray(backend: Backend, config: RolloutReassemblerActorConfig, worker
             _register(client, config)
             actors = create_rollout_reassembler_actors(dp_config, config, num_workers=workers)
             with ReassemblerPool(actors) as pool:
-                yield OpenPlane(client, pool.finalize_all)
+                yield OpenPlane(client, lambda requests: _then_collect(pool.finalize_all(requests), client, config))
         finally:
             client.close()
