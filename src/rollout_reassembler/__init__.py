@@ -17,7 +17,7 @@ All public names import from here:
 
 - *staging*, in an inference worker: `seal_call`, `StagedCall`, `StagingSink`, `StagingSource`, `StageResult`
 - *capture*, around an engine and an agent: `CallRecorder`, `OpenCall`, `CaptureLedger`, `LedgerView`,
-  `CaptureAdmission`, `CommitCoords`, `CaptureCounts`, `ModelShape`; and what it makes,
+  `CaptureAdmission`, `CommitCoords`, `CallInfo`, `CaptureCounts`, `ModelShape`; and what it makes,
   `RolloutReceipt` of `CallRecord`s
 - *finalizing*: `RolloutReassembler`, `FinalizedGroup`, `FailedGroup`, `FinalizedRollout`, `GroupRecords`; on a cluster
   `ReassemblerPool` over `create_rollout_reassembler_actors`, `ReassemblyRequest`
@@ -39,6 +39,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rollout_reassembler.capture import (
+    CallInfo,
     CallRecorder,
     CaptureAdmission,
     CaptureCounts,
@@ -134,6 +135,7 @@ __all__ = [
     "BadArchive",
     "BoundExceeded",
     "CallClosed",
+    "CallInfo",
     "CallRecord",
     "CallRecorder",
     "CaptureAdmission",

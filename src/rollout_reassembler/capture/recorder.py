@@ -49,6 +49,7 @@ from rollout_reassembler.capture.records import (
     CommitCoords,
 )
 from rollout_reassembler.contract import digests, engine_values
+from rollout_reassembler.contract.call_info import CALL_KEY, CallInfo
 from rollout_reassembler.contract.digests import Floats, Integers
 from rollout_reassembler.contract.engine_values import Numbers
 from rollout_reassembler.contract.errors import CallClosed, InvalidStagedCall, ReassemblerError, StagedRowsMissing
@@ -182,11 +183,15 @@ class CallRecorder:
         generated_token_ids: Numbers,
         generated_logprobs: Numbers,
         extras: Mapping[str, Any] | None = None,
+        *,
+        info: CallInfo | None = None,
     ) -> CommitCoords:
         """Stage what the call added to its parent, then acknowledge it.
 
         `prompt_token_ids` is `[P]`, the engine's whole prompt; `generated_token_ids` and
         `generated_logprobs` are `[G]`. A call with `G = 0` is staged for the record: nothing of it can be trained.
+        `info` is what the engine says of the call beside its tokens: why it ended, how it was sampled, and, where
+        weights changed in the middle of it, from which token on.
         """
         call.close()
         if call.failure is not None:
@@ -195,7 +200,9 @@ class CallRecorder:
             generated = engine_values.token_ids(generated_token_ids, "generated token ids")
             token_ids = _sequence(call, engine_values.token_ids(prompt_token_ids, "prompt token ids"), generated)
             log_probs = engine_values.floats(generated_logprobs, "log probabilities")
-            staged = _sealed(call, token_ids, len(generated), log_probs, extras, self._model)
+            extras = _with_info(extras, info, len(generated))
+            version = info.weight_versions[0][1] if info is not None and info.weight_versions else call.weight_version
+            staged = _sealed(call, token_ids, len(generated), log_probs, extras, self._model, version)
         except InvalidStagedCall as error:
             return self._fail(call, f"{error.code}: {error.detail}")
         except Exception as error:
@@ -263,6 +270,7 @@ def _sealed(
     sampled: Floats,
     extras: Mapping[str, Any] | None,
     model: ModelShape | None,
+    weight_version: int,
 ) -> StagedCall:
     """The call's delta: the carry with mask 0, then `generation_len` sampled tokens with mask 1."""
     admission, prev_len = call.admission, call.admission.prev_len
@@ -275,12 +283,21 @@ def _sealed(
         token_ids_delta=token_ids[prev_len:],
         token_mask_delta=np.repeat(np.array([0, 1], dtype=np.float32), [carry_len, generation_len]),
         generation_log_probs_delta=np.concatenate([np.zeros(carry_len, dtype=np.float32), sampled]),
-        weight_version=call.weight_version,
+        weight_version=weight_version,
         parent=admission.parent,
         prefix_token_ids=token_ids[:prev_len],
         extras=extras,
         model=model,
     )
+
+
+def _with_info(
+    extras: Mapping[str, Any] | None, info: CallInfo | None, generation_len: int
+) -> Mapping[str, Any] | None:
+    if info is None:
+        return extras
+    info.check_length(generation_len)
+    return {**(extras or {}), CALL_KEY: info.encode()}
 
 
 def _named(admission: CaptureAdmission) -> str:

@@ -17,6 +17,8 @@ def group_metrics(
 
     Reasons and methods appear only when they occurred. `token_in_rate` is over calls.
     `calls_off_chain_count` is of valid rollouts: calls that were proven, and are not in the row.
+    `calls_older_than_their_parent_count` is of trained calls whose weight version is before their parent's: weights
+    went back in the middle of a rollout, or a worker was left behind. It appears only when there are some.
     A `rebuild_failed:<code>` rejection counts under `rebuild_failed` and under its code.
     With all branches, `branches/…` says how many rows a valid rollout has, which part of what it sampled is trained,
     and how many calls were left out since they could not be proven, by code.
@@ -35,6 +37,8 @@ def group_metrics(
         "finalize/token_in_rate": sum(record.mode == "token_in" for record in calls) / len(calls) if calls else 0.0,
         "finalize/capture_poisoned_rollouts": float(reasons["capture_poisoned"] + reasons["rollout_failed"]),
     }
+    if older := sum(row.older_calls for rows in by_rollout for row in rows):
+        metrics["finalize/calls_older_than_their_parent_count"] = float(older)
     proven = [rollout for rollout in rollouts if rollout.sampled_tokens]
     if proven:
         sampled = sum(rollout.sampled_tokens for rollout in proven)

@@ -15,6 +15,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from rollout_reassembler.contract.errors import InvalidRoutePlan, InvalidStagedCall, VerificationError
@@ -122,6 +123,7 @@ def _as_one_rollout(
 
 def _proven(row: LinearizedRow, reward: float, plan: RoutePlan | None) -> FinalizedRollout:
     owned = [call for call, is_own in zip(row.calls, row.owned, strict=True) if is_own]
+    children = zip(pairwise(row.calls), row.owned[1:], strict=True)
     return FinalizedRollout(
         rollout_id=row.rollout_id,
         valid=True,
@@ -138,4 +140,8 @@ def _proven(row: LinearizedRow, reward: float, plan: RoutePlan | None) -> Finali
         generated_tokens=sum(call.delta_len - (call.carry_len or 0) for call in owned),
         route_plan=plan,
         spans=encode_spans(row),
+        older_calls=sum(own and child.weight_version < parent.weight_version for (parent, child), own in children),
+        info_places=tuple(place_of(call) if call.has_info else None for call in row.calls)
+        if any(call.has_info for call in row.calls)
+        else (),
     )

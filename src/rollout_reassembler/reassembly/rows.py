@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollout_reassembler.contract.call_info import CallInfo, FinishReason
 from rollout_reassembler.contract.digests import Floats, Integers
 from rollout_reassembler.contract.settings import Branches
 from rollout_reassembler.data_plane.base import FieldSpec, RowStore, Schema
@@ -77,6 +78,9 @@ class FinalizedRollout:
     trained. `spans` is the row's proof (`spans.py`), no bytes where there is none.
     Of a rollout with several rows each is one of these: `segment` of `segments`; the keys are those of the first,
     `sampled_tokens`, `trained_tokens` and `dropped` (calls that were not proven, by code) are of the whole rollout.
+    `older_calls` counts trained calls with a weight version before their parent's.
+    `info_places`, `call_infos` and `owned_calls` are one a call of the chain: where its extras say something of it,
+    what they say, whether the row trains it (`call_infos.py`); empty where no call says anything.
     """
 
     rollout_id: str
@@ -102,6 +106,16 @@ class FinalizedRollout:
     sampled_tokens: int = 0
     trained_tokens: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    older_calls: int = 0
+    info_places: tuple[str | None, ...] = ()
+    call_infos: tuple[CallInfo | None, ...] = ()
+    owned_calls: tuple[bool, ...] = ()
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How the row's last call ended, where that is known."""
+        last = self.call_infos[-1] if self.call_infos else None
+        return last.finish_reason if last is not None else None
 
 
 def rejected(
@@ -142,7 +156,8 @@ def canonical_columns(
     """The group's rows as columns, one entry a rollout, in the order of `rollouts`.
 
     `truncated` holds what the request says of each rollout; where it says nothing (`None`), a row is
-    truncated when it fills `max_seq_len`.
+    truncated when its last call ended for its length, or, where nobody says how it ended, when it fills
+    `max_seq_len`.
     """
     pad = np.array([pad_token_id], np.int64)
     zero = np.zeros(1, np.float32)
@@ -161,7 +176,7 @@ def canonical_columns(
         "mask_sample": np.array(mask_sample, bool) | ~valid,
         "truncated": np.array(
             [
-                said if said is not None else (r.valid and max_seq_len is not None and len(r.token_ids) >= max_seq_len)
+                said if said is not None else r.valid and _is_truncated(r, max_seq_len)
                 for said, r in zip(truncated, rollouts, strict=True)
             ],
             bool,
@@ -176,6 +191,12 @@ def canonical_columns(
             for r, length in zip(rollouts, lengths, strict=True)
         ]
     return columns
+
+
+def _is_truncated(row: FinalizedRollout, max_seq_len: int | None) -> bool:
+    if row.finish_reason is not None:
+        return row.finish_reason == "length"
+    return max_seq_len is not None and len(row.token_ids) >= max_seq_len
 
 
 def sample_ids_of(

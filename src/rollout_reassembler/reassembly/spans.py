@@ -15,7 +15,9 @@ kept and not recomputed; its tokens are proven by the chain.
 
 Layout: `RRS1`, u32 length of a JSON head, the head, then 96 raw bytes a call (digest, extras digest,
 cumulative hash) and the last call's 32-byte chain hash. The head is `[rollout_id, call ids, carry lengths,
-generation lengths, weight versions, owned calls (none: all)]`. A placeholder carries no bytes at all.
+generation lengths, weight versions, owned calls (none: all)]`, and behind these, where a call says something of
+itself, what each says, as JSON text or null. That was proven by the extras' digest before publication; from the
+row alone it cannot be. A placeholder carries no bytes at all.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from rollout_reassembler.contract.call_info import CallInfo
 from rollout_reassembler.contract.digests import (
     CUMULATIVE_DOMAIN,
     Floats,
@@ -35,7 +39,7 @@ from rollout_reassembler.contract.digests import (
     staging_digest,
     u64,
 )
-from rollout_reassembler.contract.errors import VerificationError
+from rollout_reassembler.contract.errors import InvalidStagedCall, VerificationError
 from rollout_reassembler.reassembly.verify import LinearizedRow
 
 _MAGIC = b"RRS1"
@@ -56,10 +60,16 @@ class Span(NamedTuple):
     digest: str
     extras_digest: str
     cumulative_hash: str
+    info: CallInfo | None = None
 
     @property
     def length(self) -> int:
         return self.carry_len + self.generation_len
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """The weight versions that sampled the call, as `(start, version)` in its generation."""
+        return (self.info.weight_versions if self.info is not None else ()) or ((0, self.weight_version),)
 
 
 class RowSpans(NamedTuple):
@@ -80,9 +90,9 @@ class RowSpans(NamedTuple):
         return sum(span.generation_len for span in self.spans if span.owned)
 
     def weight_versions(self) -> Integers:
-        """The weight version of the call that brought each token, int64 `[T]`."""
-        versions = np.array([span.weight_version for span in self.spans], np.int64)
-        return np.repeat(versions, [span.length for span in self.spans])
+        """The weight version that sampled each token, or admitted the call that carried it, int64 `[T]`."""
+        runs = [run for span in self.spans for run in _version_runs(span)]
+        return np.repeat(np.array([version for _, version in runs], np.int64), [length for length, _ in runs])
 
     @classmethod
     def of(cls, row: LinearizedRow) -> Self:
@@ -106,30 +116,32 @@ class RowSpans(NamedTuple):
 
 def encode_spans(row: LinearizedRow) -> bytes:
     """A proven row's proof as bytes."""
-    links = row.link_spans
-    head = json.dumps(
-        [
-            row.rollout_id,
-            row.model_call_ids,
-            [link.carry_len for link in links],
-            [link.generation_len for link in links],
-            row.weight_versions,
-            None if all(row.owned) else [place for place, owned in enumerate(row.owned) if owned],
-        ],
-        ensure_ascii=False,
-        separators=(",", ":"),
-    ).encode()
-    hashes = "".join([part for call in row.calls for part in (call.digest, call.extras_digest, call.cumulative_hash)])
-    return b"".join(
-        (_MAGIC, _HEAD_LENGTH.pack(len(head)), head, bytes.fromhex(hashes), bytes.fromhex(row.calls[-1].chain_hash))
-    )
+    return encode_row_spans(RowSpans.of(row))
+
+
+def encode_row_spans(row: RowSpans) -> bytes:
+    """A row's spans as bytes."""
+    spans = row.spans
+    head: list[Any] = [
+        row.rollout_id,
+        [span.model_call_id for span in spans],
+        [span.carry_len for span in spans],
+        [span.generation_len for span in spans],
+        [span.weight_version for span in spans],
+        None if all(span.owned for span in spans) else [place for place, span in enumerate(spans) if span.owned],
+    ]
+    if any(span.info is not None for span in spans):
+        head.append([span.info.encode() if span.info is not None else None for span in spans])
+    text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
+    hashes = "".join([part for span in spans for part in (span.digest, span.extras_digest, span.cumulative_hash)])
+    return b"".join((_MAGIC, _HEAD_LENGTH.pack(len(text)), text, bytes.fromhex(hashes), bytes.fromhex(row.chain_hash)))
 
 
 def decode_spans(encoded: bytes) -> RowSpans:
     """The spans of a row. Raises `VerificationError` (`invalid_spans`) for bytes that are not any row's."""
     try:
         return _decode(encoded)
-    except (struct.error, ValueError, TypeError, LookupError, RecursionError) as error:
+    except (struct.error, ValueError, TypeError, LookupError, RecursionError, InvalidStagedCall) as error:
         raise VerificationError(f"garbled spans of {len(encoded)} bytes: {error}", code=_CODE) from error
 
 
@@ -138,7 +150,7 @@ def _decode(encoded: bytes) -> RowSpans:
         raise ValueError(f"expected {_MAGIC!r}, found {encoded[:4]!r}")
     head_at = len(_MAGIC) + _HEAD_LENGTH.size
     head_end = head_at + _HEAD_LENGTH.unpack_from(encoded, len(_MAGIC))[0]
-    rollout_id, call_ids, carries, generations, versions, owned = json.loads(encoded[head_at:head_end])
+    rollout_id, call_ids, carries, generations, versions, owned, *said = json.loads(encoded[head_at:head_end])
     hashes_end = head_end + _HASHES.size * len(call_ids)
     if len(encoded) != hashes_end + 32:
         raise ValueError(f"{len(call_ids)} calls need {hashes_end + 32} bytes")
@@ -148,14 +160,31 @@ def _decode(encoded: bytes) -> RowSpans:
     if not all(isinstance(text, str) and text for text in (rollout_id, *call_ids)):
         raise ValueError("ids are texts")
     owns = set(range(len(call_ids)) if owned is None else owned)
+    (infos,) = said or ([None] * len(call_ids),)
+    hashes = _HASHES.iter_unpack(encoded[head_end:hashes_end])
     spans = []
     start = 0
-    rows = zip(call_ids, carries, generations, versions, _HASHES.iter_unpack(encoded[head_end:hashes_end]), strict=True)
-    for place, (call_id, carry_len, generation_len, version, hashes) in enumerate(rows):
-        texts = [part.hex() for part in hashes]
-        spans.append(Span(call_id, start, carry_len, generation_len, version, place in owns, *texts))
+    rows = zip(call_ids, carries, generations, versions, hashes, infos, strict=True)
+    for place, (call_id, carry_len, generation_len, version, parts, info) in enumerate(rows):
+        digest, extras_digest, cumulative_hash = (part.hex() for part in parts)
+        told = CallInfo.decode(info) if info is not None else None
+        if told is not None:
+            told.check_length(generation_len)
+        is_own = place in owns
+        spans.append(
+            Span(
+                call_id, start, carry_len, generation_len, version, is_own, digest, extras_digest, cumulative_hash, told
+            )
+        )
         start += carry_len + generation_len
     return RowSpans(rollout_id, tuple(spans), encoded[hashes_end:].hex())
+
+
+def _version_runs(span: Span) -> list[tuple[int, int]]:
+    """The call's tokens as `(how many, weight version)`; its carry counts with the first sampled token."""
+    starts = [0, *(span.carry_len + start for start, _ in span.versions[1:]), span.length]
+    runs = zip(pairwise(starts), span.versions, strict=True)
+    return [(end - start, version) for (start, end), (_, version) in runs]
 
 
 def prove_row(token_ids: Integers, token_mask: Floats, logprobs: Floats, encoded: bytes) -> RowSpans:

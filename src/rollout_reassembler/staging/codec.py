@@ -3,7 +3,7 @@
     offset  size  field (big-endian)
     0       4     magic `RRSC`
     4       1     version, 2
-    5       1     flags: bit 0 set when the extras hold a boundary route
+    5       1     flags: bit 0 set when the extras hold a boundary route, bit 1 when a `CallInfo`
     6       2     zero
     8       4     route rows in the extras (0 for none), u32
     12      2     layers L of these routes, u16
@@ -40,6 +40,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rollout_reassembler.contract.call_info import CALL_KEY
 from rollout_reassembler.contract.digests import (
     CALL_DOMAIN,
     DIGEST_VERSION,
@@ -69,6 +70,7 @@ _PRESENT = b"\x01"
 _ROOT = optional_text(None) + text("text")
 _CHILD_MODE = text("token_in")
 _BOUNDARY_FLAG = 1
+_INFO_FLAG = 2
 _ONE = struct.pack(">f", 1.0)
 _TOKEN_ID = np.dtype(">i8")
 _FLOAT = np.dtype(">f4")
@@ -84,13 +86,15 @@ class RouteShape(NamedTuple):
 
 
 NO_ROUTES = RouteShape()
+_NOTHING_TOLD = (NO_ROUTES, False)
 
 
 class PackedCall(NamedTuple):
     """A proven staged call over its packed bytes.
 
     `carry_len` is the number of leading mask-0 tokens when the mask is carry, then generation, and
-    `None` when it is in any other order. The columns are read-only big-endian views, `[delta_len]`.
+    `None` when it is in any other order. `has_info` says that the extras hold a `CallInfo`. The columns are
+    read-only big-endian views, `[delta_len]`.
     """
 
     value: bytes
@@ -108,6 +112,7 @@ class PackedCall(NamedTuple):
     cumulative_hash: str
     carry_len: int | None
     routes: RouteShape
+    has_info: bool
     tokens_at: int
 
     @property
@@ -168,7 +173,7 @@ _listed_fields = attrgetter(*LISTED_FIELDS)
 
 def pack_call(call: StagedCall, routes: RouteShape = NO_ROUTES) -> bytes:
     """The packed value of a call. Its extras are not in it; `routes` says what routes they hold."""
-    flags = _BOUNDARY_FLAG if routes.boundary else 0
+    flags = _BOUNDARY_FLAG * routes.boundary | _INFO_FLAG * (CALL_KEY in (call.extras or ()))
     digest = bytes.fromhex(call.digest)
     fields = _HEADER_FIELDS.pack(MAGIC, VERSION, flags, 0, routes.rows, routes.layers, routes.topk)
     return b"".join((fields, _header_proof(fields, digest), digest, call.preimage))
@@ -205,9 +210,9 @@ def unpack_listed(values: Iterable[bytes], rollout_id: str, records: Iterable[Ca
         head = b"".join((proof, rollout, text(call_id), lineage, lengths))
         tail = _PRESENT.join((bytes.fromhex(extras), bytes.fromhex(chain), bytes.fromhex(cumulative)))
         tokens_at = _DIGEST_AT + len(head) + _COUNTS.size
-        routes = _route_shape(value, proof)
+        told = _read_header(value, proof)
         if (
-            routes is None
+            told is None
             or not value.startswith(head, _DIGEST_AT)
             or not value.endswith(tail)
             or not _has_columns(value, delta_len, places := _columns_at(tokens_at, delta_len))
@@ -215,7 +220,7 @@ def unpack_listed(values: Iterable[bytes], rollout_id: str, records: Iterable[Ca
         ):
             return None
         carry_len = _check_columns(value, delta_len, places)
-        calls.append(PackedCall._make((value, rollout_id, *listed, carry_len, routes, tokens_at)))
+        calls.append(PackedCall._make((value, rollout_id, *listed, carry_len, *told, tokens_at)))
     return calls
 
 
@@ -224,24 +229,26 @@ def _header_proof(fields: bytes, digest: bytes) -> bytes:
     return hashlib.sha256(fields + digest).digest()[: _DIGEST_AT - _PROOF_AT]
 
 
-def _route_shape(value: bytes, digest: bytes) -> RouteShape | None:
-    """What the header of the call with this digest says of routes; `None` when it is not the header of one."""
+def _read_header(value: bytes, digest: bytes) -> tuple[RouteShape, bool] | None:
+    """What the header of the call with this digest says of its extras; `None` when it is not the header of one."""
     if len(value) < _HEADER.size:
         return None
     magic, version, flags, zero, rows, layers, topk, proof, _ = _HEADER.unpack_from(value)
-    if magic != MAGIC or version != VERSION or zero or flags & ~_BOUNDARY_FLAG:
+    if magic != MAGIC or version != VERSION or zero or flags & ~(_BOUNDARY_FLAG | _INFO_FLAG):
         return None
     if proof != _header_proof(value[:_PROOF_AT], digest):
         return None
-    return RouteShape(rows, layers, topk, flags & _BOUNDARY_FLAG != 0) if rows or flags else NO_ROUTES
+    if not (rows or flags):
+        return _NOTHING_TOLD
+    return RouteShape(rows, layers, topk, flags & _BOUNDARY_FLAG != 0), flags & _INFO_FLAG != 0
 
 
 def _unpack(value: bytes) -> PackedCall:
     if type(value) is not bytes:
         raise InvalidStagedCall(f"a packed call is bytes, got {type(value).__name__}")
     digest = value[_DIGEST_AT : _HEADER.size]
-    routes = _route_shape(value, digest)
-    if routes is None:
+    told = _read_header(value, digest)
+    if told is None:
         found = f"{len(value)} bytes from {value[:8]!r}"
         raise InvalidStagedCall(f"not a packed call of version {VERSION} with a sound header: {found}")
     if not value.startswith(_PREAMBLE, _HEADER.size):
@@ -288,7 +295,7 @@ def _unpack(value: bytes) -> PackedCall:
         chain.hex(),
         cumulative.hex(),
         _check_columns(value, delta_len, places),
-        routes,
+        *told,
         tokens_at,
     )
 
