@@ -10,7 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_reassembler.capture.fingerprint import conversation_fingerprint
-from rollout_reassembler.capture.lineage import InvalidLedger, RecordedRow, Request, RolloutIndex, parse_row
+from rollout_reassembler.capture.lineage import RolloutIndex
+from rollout_reassembler.capture.requests import Request
+from rollout_reassembler.capture.rows import RecordedRow, parse_row
+from rollout_reassembler.contract.errors import InvalidLedger
 from rollout_reassembler.contract.records import CallRecord
 from tests.capture.world import World, assistant, user
 
@@ -99,7 +102,8 @@ def test_a_first_turn_with_examples_in_it_is_a_root_each_time_it_is_sent(world: 
     ],
     ids=["first answer edited", "later answer edited", "history summarised"],
 )
-def test_a_rewritten_history_is_unresolved_and_poisons(world: World, rewrite: Any) -> None:
+def test_a_rewritten_history_is_unresolved_and_poisons_where_that_is_wanted(strict: World, rewrite: Any) -> None:
+    world = strict
     a = world.call([user("q")], "a")
     b = world.call([*a.messages, user("t")], "b")
     rewritten = world.call(rewrite([*b.messages, user("t")]), "c")
@@ -107,7 +111,7 @@ def test_a_rewritten_history_is_unresolved_and_poisons(world: World, rewrite: An
     assert rewritten.coords.disposition == "capture_failed"
     receipt = world.receipt()
     assert receipt.capture_poisoned
-    assert "unresolved_parent: no_match" in (receipt.failure_reason or "")
+    assert "unresolved_parent: foreign_turn" in (receipt.failure_reason or "")
 
 
 def tool_turn(arguments: Any = '{"q": "x"}', **call: Any) -> dict[str, Any]:
@@ -175,7 +179,7 @@ def test_tool_results_between_the_calls_of_one_answer_continue_it(world: World) 
     spread = world.ledger.admit("r", [user("q"), calls[0], results[0], calls[1], results[1]])
     assert spread.parent_call_id == "first"
     halved = world.ledger.admit("r", [user("q"), calls[0], results[0]])
-    assert halved.resolution == "unresolved"
+    assert (halved.new_root_reason or "").startswith("foreign_turn: ")
 
 
 def test_of_two_answers_that_differ_in_white_space_the_one_to_the_letter_is_continued(world: World) -> None:
@@ -189,17 +193,19 @@ def test_of_two_answers_that_differ_in_white_space_the_one_to_the_letter_is_cont
     assert world.call(spread, "f").admission.parent_call_id == b.id
 
 
-def test_an_unresolved_request_is_told_the_nearest_message_and_the_first_difference(world: World) -> None:
+def test_an_unresolved_request_is_told_the_nearest_message_and_the_first_difference(strict: World) -> None:
+    world = strict
     first_call(world, tool_turn(arguments='{"q": "x'))
     admission = world.ledger.admit("r", [user("q"), tool_turn(arguments={}), RESULT])
     assert admission.unresolved_reason == (
-        "no_match: message 1 is an assistant's that no call answered; "
+        "foreign_turn: message 1 is an assistant's that no call answered; "
         'message 1 differs from the nearest recorded one: recorded \'…"call_1", "search", text: {"q": "x\', '
         'came \'…"call_1", "search", json: {}\''
     )
 
 
-def test_the_nearest_message_is_bounded_text_in_the_ledger_and_the_receipt(world: World) -> None:
+def test_the_nearest_message_is_bounded_text_in_the_ledger_and_the_receipt(strict: World) -> None:
+    world = strict
     first_call(world, assistant("a " * 5_000))
     world.call([user("q"), assistant("a " * 5_000 + "b"), user("t")], "c")
     reason = world.receipt().failure_reason or ""
@@ -211,7 +217,7 @@ def test_a_ledger_that_did_not_hear_the_conversation_names_the_first_unknown_mes
     first_call(world, assistant("a"))
     elsewhere = World(world.ledger.path_of("r").parent)
     admission = elsewhere.ledger.admit("r", [user("q"), assistant("b"), user("t")])
-    assert (admission.unresolved_reason or "").endswith("message 0 is the first that this process has not heard")
+    assert (admission.new_root_reason or "").endswith("message 0 is the first that this process has not heard")
 
 
 def test_rows_of_version_1_are_read_and_continued_by_nobody(world: World) -> None:
@@ -221,17 +227,19 @@ def test_rows_of_version_1_are_read_and_continued_by_nobody(world: World) -> Non
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         row = {**row, "fingerprint_version": 1}
-        row.pop("verbatim", None), row.pop("spoken", None)
+        for mark in ("verbatim", "spoken", "spoken_verbatim"):
+            row.pop(mark, None)
         if "record" in row:
             row["record"] = {**row["record"], "fingerprint_version": 1}
         old.append(json.dumps(row))
     path.write_text("\n".join(old) + "\n", encoding="utf-8")
     again = World(path.parent)
     assert again.receipt().terminal_model_call_id == exchange.id
-    assert again.ledger.admit("r", [*exchange.messages, user("t")]).resolution == "unresolved"
+    assert again.ledger.admit("r", [*exchange.messages, user("t")]).parent_call_id is None
 
 
-def test_two_equal_answers_with_other_tokens_leave_the_next_request_unresolved(world: World) -> None:
+def test_two_equal_answers_with_other_tokens_leave_the_next_request_unresolved(strict: World) -> None:
+    world = strict
     a = world.call([user("q")], "same words", generated=[50, 51])
     world.call([user("q")], "same words", generated=[52])
     unresolved = world.call([*a.messages, user("t")], "b")
@@ -253,17 +261,97 @@ def test_of_two_equal_answers_the_one_that_was_continued_is_continued_again(worl
     assert world.call([*a.messages, user("another")], "c").admission.parent_call_id == a.id
 
 
-def test_a_history_that_cannot_be_read_is_unresolved(world: World) -> None:
-    admission = world.ledger.admit("r", [{"role": "user", "content": object()}])
-    assert admission.resolution == "unresolved"
-    assert world.receipt().capture_poisoned
+def test_a_history_that_cannot_be_read_is_unresolved(world: World, strict: World) -> None:
+    unreadable = [{"role": "user", "content": object()}]
+    assert strict.ledger.admit("r", unreadable).resolution == "unresolved"
+    assert strict.receipt().capture_poisoned
+    a = world.call(unreadable, "a")
+    assert (a.admission.new_root_reason or "").startswith("unreadable: ")
+    assert world.receipt().terminal_model_call_id == a.id
+
+
+def _tool_history(world: World) -> list[dict[str, Any]]:
+    """`[u, a, tool, a, u]`, two calls captured."""
+    a = world.call([user("q")], "a", generated=[50])
+    b = world.call([*a.messages, {"role": "tool", "tool_call_id": "", "content": "a long result"}], "b", generated=[51])
+    return [*b.messages, user("t")]
+
+
+@pytest.mark.parametrize(
+    ("edit", "cause"),
+    [
+        (lambda m: [user("a summary of all so far")], "another_conversation"),
+        (lambda m: [m[0], m[1], {**m[2], "content": "[cleared]"}, *m[3:]], "edited_history"),
+        (lambda m: m[3:], "edited_history"),
+        (lambda m: [user("a summary"), *m[3:]], "edited_history"),
+        (lambda m: [m[0], assistant("other words"), *m[2:]], "foreign_turn"),
+        (lambda m: [m[0], assistant("a summary under the assistant's role"), m[4]], "foreign_turn"),
+        (lambda m: [*m[:4], user("t"), assistant("a hand-off"), user("go on")], "foreign_turn"),
+        (lambda m: [*m[:4], {"role": "user", "content": object()}], "unreadable"),
+    ],
+    ids=[
+        "compacted",
+        "a tool result cleared",
+        "a sliding window",
+        "a compaction that keeps the last messages",
+        "an edited answer",
+        "a summary as an assistant",
+        "another model's turn behind a clean chain",
+        "nothing that can be read",
+    ],
+)
+def test_an_edited_history_opens_a_new_root_and_costs_nothing(world: World, edit: Any, cause: str) -> None:
+    edited = edit(_tool_history(world))
+    c = world.call(edited, "c", generated=[52, 53])
+    assert (c.admission.resolution, c.admission.prev_len) == ("root", 0)
+    assert (c.admission.new_root_reason or "").partition(":")[0] == cause
+    assert world.ledger.read("r").new_roots == {cause: 1}
+    assert world.ledger.read("r").metrics()[f"lineage/new_root_{cause}"] == 1
+    staged = world.staged(c)
+    assert staged.token_mask_delta.tolist() == [0.0, 0.0, 1.0, 1.0]  # its whole prompt is context
+    if cause != "unreadable":
+        d = world.call([*c.messages, user("and on")], "d")
+        assert d.admission.parent_call_id == c.id
+    receipt = world.receipt(response_id=f"resp-{c.id}")
+    assert (receipt.terminal_model_call_id, receipt.capture_poisoned) == (c.id, False)
+
+
+def test_an_edited_request_sent_again_is_a_retry_and_no_new_cause(world: World) -> None:
+    history = _tool_history(world)
+    edited = [history[0], assistant("other words"), user("t")]
+    for answer in ("c", "c again"):
+        assert world.call(edited, answer).admission.resolution == "root"
+    assert world.ledger.read("r").new_roots == {"foreign_turn": 1}
+
+
+def test_two_equal_answers_with_other_tokens_open_a_new_root(world: World) -> None:
+    a = world.call([user("q")], "same words", generated=[50, 51])
+    world.call([user("q")], "same words", generated=[52])
+    assert world.call([*a.messages, user("t")], "b").coords.disposition == "staged"
+    assert world.ledger.read("r").new_roots == {"ambiguous": 1}
+
+
+def test_a_request_behind_a_failed_call_opens_a_new_root(world: World) -> None:
+    a = world.call([user("q")], "a")
+    failed = world.call([*a.messages, user("t")], "b", logprobs=[])
+    c = world.call([*failed.messages, user("t")], "c")
+    assert c.admission.new_root_reason == "failed_call: message 3 is the answer of a call that was not captured"
+    receipt = world.receipt(response_id=f"resp-{c.id}")
+    assert [record.model_call_id for record in receipt.manifest] == [a.id, c.id]
+    assert not receipt.capture_poisoned
+
+
+def test_the_first_request_of_a_rollout_has_no_cause(world: World) -> None:
+    assert world.call([user("2+2"), assistant("4"), user("3+3")], "6").admission.new_root_reason is None
+    assert world.call([user("2+2"), assistant("4"), user("3+3")], "six").admission.new_root_reason is None
+    assert world.ledger.read("r").new_roots == {}
 
 
 def test_fingerprints_of_another_version_match_nothing(world: World) -> None:
     a = world.call([user("q")], "a")
     assert a.record is not None
     index = RolloutIndex()
-    index.add(RecordedRow(record=a.record.model_copy(update={"fingerprint_version": 1}), generation_len=2))
+    index.followed_by(RecordedRow(record=a.record.model_copy(update={"fingerprint_version": 1}), generation_len=2))
     assert index.resolve(Request.of([*a.messages, user("t")])).resolution == "root"  # nothing admitted yet
 
 
@@ -317,6 +405,6 @@ def test_lookup_is_one_dictionary_access_a_prefix() -> None:
         continuation_fingerprint=conversation_fingerprint(messages),
         fingerprint_version=2,
     )
-    index.add(RecordedRow(record=record, generation_len=1))
+    index.followed_by(RecordedRow(record=record, generation_len=1))
     assert index.resolve(request).parent == record
     assert len(request.prefixes) == len(messages) + 2

@@ -13,9 +13,9 @@ from nemo_gym.token_id_capture.staging.records import RolloutReceipt as Referenc
 from nemo_gym.token_id_capture.staging.records import StagedCallSnapshot
 
 from rollout_reassembler.contract.bounds import parse_receipt
-from rollout_reassembler.contract.errors import RequestError
+from rollout_reassembler.contract.errors import LedgerConflict, RequestError
 from rollout_reassembler.contract.records import RolloutReceipt
-from tests.capture.world import World, user
+from tests.capture.world import World, assistant, user
 
 
 def _as_reference(receipt: RolloutReceipt) -> ReferenceReceipt:
@@ -72,13 +72,42 @@ def test_a_failed_capture_poisons_its_rollout_alone(world: World, fault: dict[st
     receipt = world.receipt()
     _as_reference(receipt)
     assert receipt.capture_poisoned
+    assert "no terminal: answer_not_captured" in (receipt.failure_reason or "")
     assert f"call {b.id}: worker_capture_failed: " in (receipt.failure_reason or "")
     assert reason in (receipt.failure_reason or "")
     assert [record.model_call_id for record in receipt.manifest] == [a.id]
     assert world.receipt("other").terminal_model_call_id == other.id
 
 
-def test_a_call_that_goes_on_behind_a_failed_one_is_unresolved(world: World) -> None:
+def test_a_failed_capture_costs_the_chains_that_hold_it_and_no_other(world: World) -> None:
+    a = world.call([user("q")], "a")
+    world.call([*a.messages, user("t")], "lost", logprobs=[])
+    again = world.call([*a.messages, user("t")], "b")
+    assert world.receipt().terminal_model_call_id is None  # nothing says which of the two was kept
+    receipt = world.receipt(response_id=f"resp-{again.id}")
+    assert (receipt.terminal_model_call_id, receipt.failure_reason) == (again.id, None)
+    assert list(_linearized(world, receipt).token_mask) == [0, 0, 1, 1, 0, 0, 1, 1]
+    last = world.call([*again.messages, user("t")], "c")
+    assert world.receipt().terminal_model_call_id == last.id
+
+
+def test_a_failed_stray_call_beside_the_chain_costs_nothing(world: World) -> None:
+    a = world.call([user("q")], "a")
+    world.call([user("a title for this?")], "lost", logprobs=[])
+    b = world.call([*a.messages, user("t")], "b")
+    receipt = world.receipt(output=assistant("b"))
+    assert (receipt.terminal_model_call_id, receipt.capture_poisoned) == (b.id, False)
+
+
+def test_a_retried_root_whose_first_answer_was_not_captured_needs_a_witness(world: World) -> None:
+    world.call([user("q")], "lost", logprobs=[])
+    again = world.call([user("q")], "a")
+    assert "no terminal: answer_not_captured" in (world.receipt().failure_reason or "")
+    assert world.receipt(response_id=f"resp-{again.id}").terminal_model_call_id == again.id
+
+
+def test_a_call_that_goes_on_behind_a_failed_one_is_unresolved_where_that_is_wanted(strict: World) -> None:
+    world = strict
     a = world.call([user("q")], "a")
     lost = world.call([*a.messages, user("t")], "b", logprobs=[])
     after = world.call([*lost.messages, user("t")], "c")
@@ -96,13 +125,34 @@ def test_a_call_abandoned_in_flight_poisons_nothing(world: World) -> None:
     assert world.receipt(response_id=f"resp-{b.id}").terminal_model_call_id == b.id
 
 
-def test_an_answer_that_may_be_an_abandoned_calls_is_attributed_to_nobody(world: World) -> None:
+def test_an_aborted_call_is_closed_for_good(world: World) -> None:
+    a = world.call([user("q")], "a")
+    admission = world.ledger.admit("r", [*a.messages, user("t")])
+    world.ledger.abort(admission)
+    world.ledger.abort(admission)
+    assert world.ledger.read("r").pending == ()
+    coords = world.recorder.complete_call(world.recorder.begin_call(admission), [10, 11, 50, 51, 1], [2], [-0.5])
+    with pytest.raises(LedgerConflict, match="was aborted"):
+        world.ledger.record(admission, coords, response_id="late", output={"content": "late"})
+    with pytest.raises(LedgerConflict, match="was recorded"):
+        world.ledger.abort(a.admission)
+    assert world.receipt().terminal_model_call_id == a.id
+
+
+def test_a_served_answer_that_nobody_went_on_from_is_not_pending(world: World) -> None:
+    a = world.call([user("q")], "a")
+    b = world.call([*a.messages, user("t")], "b")
+    assert world.ledger.read("r").pending == ()
+    assert world.receipt().terminal_model_call_id == b.id
+
+
+def test_an_answer_that_no_call_gave_is_attributed_to_nobody(world: World) -> None:
     a = world.call([user("q")], "a")
     world.ledger.admit("r", [*a.messages, user("t")])
     receipt = world.receipt(response_id="never recorded")
     _as_reference(receipt)
-    assert (receipt.terminal_model_call_id, receipt.terminal_selection) == (None, "heuristic")
-    assert "answer_not_captured" in (receipt.failure_reason or "")
+    assert (receipt.terminal_model_call_id, receipt.terminal_selection) == (None, None)
+    assert "terminal_not_found[response_id='never recorded' of 1 captured calls]" in (receipt.failure_reason or "")
 
 
 def test_a_call_recorded_after_it_was_failed_keeps_its_row_and_the_poison(world: World) -> None:
@@ -166,8 +216,10 @@ def test_every_receipt_is_valid_and_an_unpoisoned_one_is_proven(
         )
     receipt = world.receipt()
     _as_reference(receipt)
-    if any(exchange.coords.disposition == "capture_failed" for exchange in made):
-        assert receipt.capture_poisoned
+    for exchange in made:
+        if exchange.coords.disposition == "capture_failed":
+            assert exchange.id not in {record.model_call_id for record in receipt.manifest}
+            assert exchange.id != receipt.terminal_model_call_id
     terminal = next((e for e in made if e.id == receipt.terminal_model_call_id), None)
     if not receipt.capture_poisoned and terminal is not None and terminal.coords.generation_len:
         row = _linearized(world, receipt)

@@ -11,6 +11,7 @@ from nemo_gym.token_id_capture.staging.records import CallRecord as ReferenceRec
 from nemo_gym.token_id_capture.staging.terminal import select_terminal_call
 
 from rollout_reassembler.capture.terminal import TerminalSelection, Witnesses, select_by_parent_links, select_terminal
+from rollout_reassembler.contract.errors import RequestError
 from rollout_reassembler.contract.records import CallRecord
 from tests.capture.world import World, assistant, user
 
@@ -103,15 +104,31 @@ def test_a_declared_call_wins_over_the_shape_of_the_graph(declared: str) -> None
 
 
 def test_a_declared_call_that_was_not_captured_ends_the_matter() -> None:
-    assert _select(CHAIN, declared="nobody") == TerminalSelection(None, "declared", "declared_no_match")
-
-
-def test_a_response_id_that_fits_none_or_several_abstains() -> None:
-    twice = [*CHAIN, _record("d", "c", 4.0).model_copy(update={"response_id": "resp-b"})]
-    assert _select(CHAIN, response_id="elsewhere") == TerminalSelection(
-        "c", "heuristic", "response_id_no_match,selected"
+    assert _select(CHAIN, declared="nobody") == TerminalSelection(
+        None, "declared", "declared_no_match,terminal_not_found[declared='nobody' of 3 captured calls]"
     )
+
+
+def test_nothing_is_guessed_past_a_witness_that_fits_no_call(world: World) -> None:
+    assert _select(CHAIN, response_id="elsewhere") == TerminalSelection(
+        None, None, "response_id_no_match,terminal_not_found[response_id='elsewhere' of 3 captured calls]"
+    )
+    world.call([user("q")], "a")
+    receipt = world.receipt(output=assistant("what nobody said"), response_id="elsewhere", among_conversations="latest")
+    assert receipt.failure_reason == (
+        "no terminal: response_id_no_match,content_no_match,terminal_not_found"
+        "[response_id='elsewhere';content='assistant: what nobody said' of 1 captured calls]"
+    )
+
+
+def test_a_witness_that_fits_several_calls_leaves_the_guess_between_them() -> None:
+    twice = [*CHAIN, _record("d", "c", 4.0).model_copy(update={"response_id": "resp-b"})]
     assert _select(twice, response_id="resp-b") == TerminalSelection("d", "heuristic", "response_id_ambiguous,selected")
+    inner = [*CHAIN[:2], CHAIN[2].model_copy(update={"response_id": "resp-b"}), _record("d", "c", 4.0)]
+    assert _select(inner, response_id="resp-b") == TerminalSelection(
+        None, "heuristic", "response_id_ambiguous,ambiguous_terminal"
+    )
+    assert _select(twice, response_id="resp-b", declared="a").model_call_id == "a"
 
 
 def test_two_answers_of_equal_content_abstain(world: World) -> None:
@@ -162,10 +179,40 @@ def test_two_childless_calls_with_identical_messages_are_ambiguous_unless_a_witn
     assert (named.terminal_model_call_id, named.capture_poisoned) == (two.id, False)
 
 
-def test_two_roots_of_other_conversations_give_the_earliest(world: World) -> None:
-    a = world.call([user("agent A")], "a")
-    world.call([user("agent B")], "b")
-    assert world.receipt().terminal_model_call_id == a.id
+def test_of_several_conversations_none_is_guessed_and_the_caller_may_choose(world: World) -> None:
+    a = world.call([user("agent A")], "a", carry=range(10, 40))
+    b = world.call([user("agent B")], "b")
+    a2 = world.call([*a.messages, user("t")], "a2")
+    b2 = world.call([*b.messages, user("t")], "b2")
+    receipt = world.receipt()
+    assert (receipt.terminal_model_call_id, receipt.failure_reason) == (
+        None,
+        "no terminal: several_conversations[2]",
+    )
+    longest = world.receipt(among_conversations="longest")
+    assert (longest.terminal_model_call_id, longest.terminal_selection) == (a2.id, "heuristic")
+    assert longest.terminal_attribution_reason == "longest_of_2_conversations"
+    assert world.receipt(among_conversations="latest").terminal_model_call_id == b2.id
+    with pytest.raises(RequestError, match="among_conversations must be one of"):
+        world.receipt(among_conversations="newest")
+
+
+def test_after_a_compaction_the_reward_goes_to_nobody_unless_it_is_said_to_whom(world: World) -> None:
+    a = world.call([user("s"), user("q")], "a")
+    b = world.call([*a.messages, user("t")], "b")
+    c = world.call([user("s"), user("a summary")], "c")
+    d = world.call([*c.messages, user("t")], "d")
+    assert world.receipt().capture_poisoned
+    for said in ({"response_id": f"resp-{d.id}"}, {"output": assistant("d")}, {"among_conversations": "latest"}):
+        assert world.receipt(**said).terminal_model_call_id == d.id
+    assert world.receipt(response_id=f"resp-{b.id}").terminal_model_call_id == b.id
+
+
+def test_the_latest_conversation_may_end_in_an_answer_that_was_not_captured(world: World) -> None:
+    world.call([user("q")], "a")
+    world.call([user("a summary")], "lost", logprobs=[])
+    receipt = world.receipt(among_conversations="latest")
+    assert (receipt.terminal_model_call_id, receipt.terminal_attribution_reason) == (None, "answer_not_captured")
 
 
 def test_a_retry_of_an_empty_answer_is_chosen_over_it(world: World) -> None:

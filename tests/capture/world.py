@@ -46,14 +46,14 @@ class Exchange:
 
 
 class World:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **settings: Any) -> None:
         self.plane = MemoryDataPlane()
         register_staging_partition(self.plane, STAGING)
         self.sink = StagingSink(self.plane, staging_partition=STAGING)
         self.source = StagingSource(self.plane, staging_partition=STAGING)
         self.version = 7
         self.recorder = self.new_recorder()
-        self.ledger = CaptureLedger(directory)
+        self.ledger = CaptureLedger(directory, **settings)
 
     def new_recorder(self, **settings: Any) -> CallRecorder:
         return CallRecorder(

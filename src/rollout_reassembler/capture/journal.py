@@ -1,6 +1,7 @@
 """An append-only file of JSON lines that many threads and processes write at once.
 
-One appended line is one write, under an exclusive lock, on disk before `append` returns. A writer that
+One appended line is one write, under an exclusive lock, and on disk once `sync` has returned. Writers that wait for the
+disk at once wait for it together: `sync` is for all bytes of the file. A writer that
 dies in its write leaves a *torn* line. A torn line is never read as a row, never repaired and never
 glued to the next one: whoever appends behind it starts a new line first.
 
@@ -68,15 +69,24 @@ def read_from(descriptor: int, offset: int) -> Tail:
     return Tail(rows, torn, offset + len(data))
 
 
-def append(descriptor: int, row: str) -> None:
-    """Write one row, a JSON object without newlines, and wait until the disk has it."""
+def append(descriptor: int, row: str) -> int:
+    """Write one row, a JSON object without newlines; how many bytes the file grew by. Raises `OSError`."""
     size = os.fstat(descriptor).st_size
     opening = b"" if size == 0 or os.pread(descriptor, 1, size - 1) == _NEWLINE else _NEWLINE
     line = opening + row.encode() + _NEWLINE
     written = os.write(descriptor, line)
     if written != len(line):
         raise OSError(f"wrote {written} of {len(line)} bytes of a ledger row; is the disk full?")
-    os.fsync(descriptor)
+    return written
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has all that was appended. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _bytes_from(descriptor: int, offset: int) -> bytes:

@@ -2,7 +2,8 @@
 
 One file of JSON lines a rollout, appended to by any number of threads and processes. A call leaves at
 most two rows: when it is *admitted* (its parent is decided, from the messages alone) and when it is
-*recorded* or *failed* (the worker has answered). At the end the rows become a receipt.
+*recorded*, *failed* (the worker has answered) or *aborted* (nobody saw an answer). At the end the rows
+become a receipt.
 
     ledger = CaptureLedger(directory)
     admission = ledger.admit("r1", messages)                        # root / resolved / unresolved
@@ -13,9 +14,13 @@ most two rows: when it is *admitted* (its parent is decided, from the messages a
     receipt = ledger.receipt("r1", reward=1.0, response_id=answer.id)
 
 What must stay true: *record before you serve*. A message that an agent can send back then always has
-its row, and a call without one was seen by nobody.
+its row on disk, and a call without one was seen by nobody. An admission is on disk with the first row
+behind it at the latest: until then nothing depends on it.
 
-Whatever a worker says is data: wrong or missing coordinates poison the rollout and raise nothing. What
+A request that continues no captured call begins a new conversation, a root whose whole prompt is context
+(`on_unresolved="root"`), or poisons the rollout (`"reject"`).
+
+Whatever a worker says is data: wrong or missing coordinates are a failed call and raise nothing. What
 raises is a disk that fails (`OSError`) and a caller that contradicts itself (`LedgerConflict`).
 """
 
@@ -33,7 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 from pydantic import ValidationError
@@ -47,16 +52,7 @@ from rollout_reassembler.capture.fingerprint import (
     output_messages,
     prefix_marks,
 )
-from rollout_reassembler.capture.lineage import (
-    AdmittedRow,
-    FailedRow,
-    LedgerRow,
-    ParentDecision,
-    RecordedRow,
-    Request,
-    RolloutIndex,
-    parse_row,
-)
+from rollout_reassembler.capture.lineage import UNREADABLE, ParentDecision, RolloutIndex
 from rollout_reassembler.capture.receipts import LedgerView, assemble_receipt
 from rollout_reassembler.capture.records import (
     CAPTURE_FAILED,
@@ -68,19 +64,31 @@ from rollout_reassembler.capture.records import (
     Message,
     one_line,
 )
-from rollout_reassembler.capture.terminal import Witnesses
+from rollout_reassembler.capture.requests import RecentRequests, Request
+from rollout_reassembler.capture.rows import (
+    AbortedRow,
+    AdmittedRow,
+    AttemptRow,
+    FailedRow,
+    LedgerRow,
+    RecordedRow,
+    parse_row,
+)
+from rollout_reassembler.capture.terminal import ConversationPolicy, Witnesses
 from rollout_reassembler.contract.errors import LedgerConflict, RequestError, UnreadableConversation
 from rollout_reassembler.contract.records import CallRecord, RolloutReceipt
 from rollout_reassembler.data_plane.durable import sync_directory
 
 LOGGER = logging.getLogger(__name__)
 
+OnUnresolved = Literal["root", "reject"]
+
 _NAME_CHARS = 100
 
 
 @dataclass
 class _OpenRollout:
-    """What this process has read of one rollout's file: all rows up to `end`."""
+    """What this process has read of one rollout's file: all rows up to `end`, of which the disk has `synced` bytes."""
 
     path: Path
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -88,49 +96,83 @@ class _OpenRollout:
     torn: list[int] = field(default_factory=list)
     inode: int = 0
     end: int = 0
-    name_is_durable: bool = False
+    syncing: threading.Lock = field(default_factory=threading.Lock)
+    synced: int = 0
 
     def catch_up(self, descriptor: int) -> None:
         """Read what was appended since; from the start, if this is no longer the file that was read."""
         status = os.fstat(descriptor)
         if status.st_ino != self.inode or status.st_size < self.end:
-            self.index, self.torn, self.end, self.name_is_durable = RolloutIndex(), [], 0, False
+            self.index, self.torn, self.end, self.synced = RolloutIndex(), [], 0, 0
             self.inode = status.st_ino
+        if status.st_size == self.end:
+            return
         tail = journal.read_from(descriptor, self.end)
         for row in [parse_row(row) for row in tail.rows]:
-            self.index.add(row)
+            self.index = self.index.followed_by(row)
         for offset in tail.torn:
             LOGGER.warning("%s: torn line at byte %d; its writer died before it was acknowledged", self.path, offset)
         self.torn += tail.torn
         self.end = tail.end
 
     def append(self, descriptor: int, row: LedgerRow) -> None:
-        journal.append(descriptor, row.model_dump_json(exclude_none=True))
-        if not self.name_is_durable:
-            sync_directory(self.path.parent)
-            self.name_is_durable = True
+        self.end += journal.append(descriptor, row.model_dump_json(exclude_none=True))
+        self.index = self.index.followed_by(row)
+
+    def sync(self) -> None:
+        """Wait until the disk has all rows that this process knows, together with whoever else waits for it."""
+        known = self.end
+        with self.syncing:
+            if self.synced >= known:
+                return
+            is_new, known = self.synced == 0, self.end
+            journal.sync(self.path)
+            if is_new:
+                sync_directory(self.path.parent)
+            self.synced = known
 
 
 class CaptureLedger:
     """The ledger files of one directory. Safe to share between threads; processes share the directory.
 
-    A rollout's rows are read once a process and kept for the `max_open_rollouts` used last. Files are
-    never rewritten or removed here.
+    `on_unresolved` says what becomes of a request that continues no captured call, and is not the first: `"root"`
+    begins a conversation with it, `"reject"` poisons the rollout. A rollout's rows are read once a process and kept
+    for the `max_open_rollouts` used last. Files are never rewritten or removed here.
     """
 
     def __init__(
         self,
         directory: str | Path,
         *,
+        on_unresolved: OnUnresolved = "root",
         clock: Callable[[], float] = time.time,
         max_open_rollouts: int = 1024,
     ) -> None:
+        if on_unresolved not in ("root", "reject"):
+            raise RequestError(f"on_unresolved must be 'root' or 'reject', got {on_unresolved!r:.80}")
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._on_unresolved = on_unresolved
         self._clock = clock
         self._max_open_rollouts = max_open_rollouts
         self._rollouts: OrderedDict[str, _OpenRollout] = OrderedDict()
         self._rollouts_lock = threading.Lock()
+
+    def begin_attempt(self, rollout_id: str, attempt: str | None = None) -> str:
+        """Start a rollout again under its own id, after a crash, say; the attempt's name.
+
+        The receipt lists this attempt's calls alone, and nothing that was said before is continued. What earlier
+        attempts staged is for a sweep to find. Naming the attempt under way again changes
+        nothing. Raises `LedgerConflict` for the name of an earlier one.
+        """
+        name = uuid.uuid4().hex if attempt is None else attempt
+        with self._writing(rollout_id) as (rollout, descriptor):
+            if name in rollout.index.earlier_attempts:
+                raise LedgerConflict(f"attempt {name!r} of rollout {rollout_id!r} was followed by another one")
+            if name != rollout.index.attempt:
+                rollout.append(descriptor, AttemptRow(rollout_id=rollout_id, attempt=name))
+        rollout.sync()
+        return name
 
     def admit(
         self, rollout_id: str, messages: Sequence[Message], *, model_call_id: str | None = None
@@ -138,21 +180,25 @@ class CaptureLedger:
         """Decide whose child a request is, and let it be generated.
 
         `messages` are the request's, as the agent sent them. The same messages again are another call
-        with the same parent. An unresolved request is admitted too (its answer is owed to the
-        agent), and poisons the rollout at once.
+        with the same parent. A request that continues no captured call is a root of its own, with `new_root_reason`;
+        or, with `on_unresolved="reject"`, it is admitted too (its answer is owed to the agent), and poisons the
+        rollout at once. Raises `LedgerConflict` for a call id that the rollout had before, in any attempt.
         """
         call_id = uuid.uuid4().hex if model_call_id is None else model_call_id
-        request, unreadable = _read_request(messages)
         with self._writing(rollout_id) as (rollout, descriptor):
             index = rollout.index
-            if call_id in index.admissions:
+            if call_id in index.admissions or call_id in index.earlier_calls:
                 raise LedgerConflict(f"call {call_id!r} of rollout {rollout_id!r} was admitted before")
-            decision = ParentDecision("unresolved", reason=unreadable) if request is None else index.resolve(request)
-            admitted_at = max(float(self._clock()), math.nextafter(index.last_admitted_at(), math.inf))
+            request, unreadable = _read_request(index.recent, messages)
+            decision = self._settled(unreadable if request is None else index.resolve(request))
+            admitted_at = max(float(self._clock()), math.nextafter(index.last_admitted_at, math.inf))
             admission = _admission(rollout_id, call_id, decision, index, admitted_at)
             rollout.append(descriptor, _admitted_row(admission, request))
             if request is not None:
-                index.known.add(request.messages, [marks.said for marks in request.prefixes])
+                added = request.messages[request.heard :]
+                index.known.add(added, [marks.said for marks in request.prefixes[request.heard :]])
+        if admission.resolution == "unresolved":
+            rollout.sync()
         return admission
 
     def record(
@@ -167,36 +213,42 @@ class CaptureLedger:
 
         `coords` are the worker's, as they came (`None` when it sent none), `response_id` and `output` are
         the response's as the agent will see it. Returns the manifest row, or `None` for a failed
-        capture. Recording the same again changes nothing; recording something else raises `LedgerConflict`.
+        capture. Recording the same again changes nothing. Raises `LedgerConflict` when it was recorded otherwise,
+        aborted, or belongs to an earlier attempt.
+        """
+        call_id = admission.model_call_id
+        with self._writing(admission.rollout_id) as (rollout, descriptor):
+            admitted = _admitted(rollout.index, admission)
+            if call_id in rollout.index.aborted:
+                raise LedgerConflict(f"call {call_id!r} of {admission.rollout_id!r} was aborted")
+            row = _outcome(admission, admitted, coords, response_id, output)
+            record = self._note(rollout, descriptor, call_id, admitted, row, output)
+        rollout.sync()
+        return record
+
+    def abort(self, admission: CaptureAdmission) -> None:
+        """Close a call whose answer nobody saw: an engine that gave none, a client that went away.
+
+        Doing it twice changes nothing. Raises `LedgerConflict` for a call whose outcome is on record.
         """
         call_id = admission.model_call_id
         with self._writing(admission.rollout_id) as (rollout, descriptor):
             index = rollout.index
-            admitted = index.admissions.get(call_id)
-            if admitted is None or admitted.parent_call_id != admission.parent_call_id:
-                raise LedgerConflict(f"call {call_id!r} of {admission.rollout_id!r} was not admitted like this here")
-            row = _outcome(admission, admitted, coords, response_id, output)
-            if isinstance(row, FailedRow):
-                if call_id not in index.failed_calls():
-                    rollout.append(descriptor, row)
-                return None
-            before = index.records.get(call_id)
-            if before is None:
-                rollout.append(descriptor, row)
-                if row.spoken is not None and admitted.marks is not None:
-                    messages = output_messages(output)
-                    index.known.add(messages, [marks.said for marks in prefix_marks(messages, admitted.marks)])
-            elif before != row.record:
-                raise LedgerConflict(f"call {call_id!r} of {admission.rollout_id!r} was recorded with other contents")
-            return row.record
+            _admitted(index, admission)
+            if call_id in index.records:
+                raise LedgerConflict(f"call {call_id!r} of {admission.rollout_id!r} was recorded")
+            if call_id not in index.aborted:
+                rollout.append(descriptor, AbortedRow(model_call_id=call_id))
+        rollout.sync()
 
     def fail(self, rollout_id: str, reason: str, *, model_call_id: str | None = None) -> None:
-        """Poison a rollout, on account of one of its calls or of itself."""
+        """Note that one of a rollout's calls was not captured; without a call, poison the rollout."""
         with self._writing(rollout_id) as (rollout, descriptor):
-            rollout.append(descriptor, _failed_row(model_call_id, reason))
+            rollout.append(descriptor, FailedRow(model_call_id=model_call_id, reason=one_line(reason)))
+        rollout.sync()
 
     def read(self, rollout_id: str) -> LedgerView:
-        """All that is known of a rollout; empty when nothing is."""
+        """All that is known of a rollout's last attempt; empty when nothing is."""
         rollout = self._rollout(rollout_id)
         with rollout.lock:
             try:
@@ -207,12 +259,13 @@ class CaptureLedger:
             index = rollout.index
             return LedgerView(
                 rollout_id,
+                attempt=index.attempt,
                 records=tuple(index.records.values()),
                 failures=tuple(index.failures),
                 pending=index.pending_calls(),
                 torn=tuple(rollout.torn),
                 empty_calls=frozenset(index.empty_calls),
-                requests={call: row.request for call, row in index.admissions.items() if row.request is not None},
+                admissions=dict(index.admissions),
             )
 
     def receipt(
@@ -223,14 +276,47 @@ class CaptureLedger:
         declared: str | None = None,
         response_id: str | None = None,
         output: Output | None = None,
+        among_conversations: ConversationPolicy = "reject",
     ) -> RolloutReceipt:
         """The receipt of a rollout that has ended.
 
         The witnesses of its answer, each optional: the call (or response) that the agent says it kept,
-        the scored response's id, and what the scored response says.
+        the scored response's id, and what the scored response says. Where there is none, and the rollout holds several
+        conversations, `among_conversations` says whose answer was scored: that of the `"latest"`, of the `"longest"`
+        (in tokens), or nobody's (`"reject"`).
         """
         witnesses = Witnesses(declared=declared, response_id=response_id, output=output)
-        return assemble_receipt(self.read(rollout_id), witnesses, reward=reward)
+        return assemble_receipt(
+            self.read(rollout_id), witnesses, reward=reward, among_conversations=among_conversations
+        )
+
+    def _settled(self, decision: ParentDecision) -> ParentDecision:
+        is_new_root = decision.resolution == "unresolved" and self._on_unresolved == "root"
+        return ParentDecision("root", reason=decision.reason) if is_new_root else decision
+
+    def _note(
+        self,
+        rollout: _OpenRollout,
+        descriptor: int,
+        call_id: str,
+        admitted: AdmittedRow,
+        row: RecordedRow | FailedRow,
+        output: Output,
+    ) -> CallRecord | None:
+        index = rollout.index
+        if isinstance(row, FailedRow):
+            if call_id not in index.failed_calls():
+                rollout.append(descriptor, row)
+            return None
+        before = index.records.get(call_id)
+        if before is None:
+            rollout.append(descriptor, row)
+            if row.spoken is not None and admitted.marks is not None:
+                messages = output_messages(output)
+                index.known.add(messages, [marks.said for marks in prefix_marks(messages, admitted.marks)])
+        elif before != row.record:
+            raise LedgerConflict(f"call {call_id!r} was recorded with other contents")
+        return row.record
 
     def path_of(self, rollout_id: str) -> Path:
         """The rollout's file: a readable beginning of its id, then a hash of all of it."""
@@ -260,30 +346,42 @@ class CaptureLedger:
             return rollout
 
 
-def _read_request(messages: Sequence[Message]) -> tuple[Request | None, str | None]:
-    """The request as it is looked up, or why it cannot be read."""
+def _read_request(recent: RecentRequests, messages: Sequence[Message]) -> tuple[Request | None, ParentDecision]:
+    """The request as it is looked up, or none and what is decided without it."""
     try:
-        return Request.of(messages), None
+        return recent.read(messages), ParentDecision("root")
     except UnreadableConversation as error:
-        return None, str(error)
+        return None, ParentDecision("unresolved", reason=f"{UNREADABLE}: {error}")
+
+
+def _admitted(index: RolloutIndex, admission: CaptureAdmission) -> AdmittedRow:
+    """The row by which a call was admitted. Raises `LedgerConflict` when it was not, or in an earlier attempt."""
+    call_id, rollout_id = admission.model_call_id, admission.rollout_id
+    if call_id in index.earlier_calls:
+        raise LedgerConflict(f"call {call_id!r} of {rollout_id!r} belongs to an attempt before {index.attempt!r}")
+    admitted = index.admissions.get(call_id)
+    if admitted is None or admitted.parent_call_id != admission.parent_call_id:
+        raise LedgerConflict(f"call {call_id!r} of {rollout_id!r} was not admitted like this here")
+    return admitted
 
 
 def _admission(
     rollout_id: str, call_id: str, decision: ParentDecision, index: RolloutIndex, admitted_at: float
 ) -> CaptureAdmission:
     parent = decision.parent
-    chain = index.staging_chain(parent) if parent is not None else ()
+    keys, digests = index.staging_chain(parent) if parent is not None else ((), ())
     return CaptureAdmission(
         rollout_id=rollout_id,
         model_call_id=call_id,
         resolution=decision.resolution,
-        unresolved_reason=decision.reason,
+        unresolved_reason=decision.reason if decision.resolution == "unresolved" else None,
+        new_root_reason=one_line(decision.reason) if decision.resolution == "root" and decision.reason else None,
         admitted_at=admitted_at,
         parent_call_id=parent.model_call_id if parent is not None else None,
         prev_len=parent.cum_len if parent is not None else 0,
         parent_chain_hash=parent.chain_hash if parent is not None else None,
-        staging_chain=tuple(staged.staging_key for staged in chain),
-        staging_digests=tuple(staged.digest for staged in chain),
+        staging_chain=keys,
+        staging_digests=digests,
     )
 
 
@@ -294,6 +392,7 @@ def _admitted_row(admission: CaptureAdmission, request: Request | None) -> Admit
         admitted_at=admission.admitted_at or 0.0,
         parent_call_id=admission.parent_call_id,
         unresolved_reason=one_line(admission.unresolved_reason) if admission.unresolved_reason else None,
+        new_root_reason=admission.new_root_reason,
         request=request.marks.said if request is not None else None,
         preamble=request.preamble() if request is not None and admission.resolution == "root" else None,
         verbatim=request.marks.verbatim if request is not None else None,
@@ -310,24 +409,14 @@ def _outcome(
     output: Output,
 ) -> RecordedRow | FailedRow:
     """The row that a worker's acknowledgement earns, judged against what was admitted."""
-    call_id = admission.model_call_id
-    if coords is None:
-        return _failed_row(call_id, MISSING_COORDS)
-    if not isinstance(coords, CommitCoords):
-        try:
-            coords = CommitCoords.model_validate(coords)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            return _failed_row(call_id, f"{INVALID_COORDS}: {first['loc']}: {first['msg']}")
-    for name in ("rollout_id", "model_call_id", "parent_call_id", "prev_len"):
-        said, asked = getattr(coords, name), getattr(admission, name)
-        if said != asked:
-            return _failed_row(call_id, f"{INVALID_COORDS}: {name} is {said!r}, admitted was {asked!r}")
-    if coords.disposition == "capture_failed":
-        return _failed_row(call_id, ": ".join(filter(None, (CAPTURE_FAILED, coords.failure_reason))))
-    if not response_id:
-        return _failed_row(call_id, MISSING_RESPONSE_ID)
     said, continued = _fingerprints(admitted.marks, output)
+    coords, fault = _acknowledged(admission, coords, response_id)
+    if coords is None:
+        return FailedRow(
+            model_call_id=admission.model_call_id,
+            reason=one_line(fault),
+            continuation=continued.said if continued is not None and continued != admitted.marks else None,
+        )
     record = CallRecord.model_validate(
         {
             **coords.model_dump(exclude={"rollout_id", "disposition", "generation_len", "failure_reason"}),
@@ -348,6 +437,27 @@ def _outcome(
     )
 
 
+def _acknowledged(
+    admission: CaptureAdmission, coords: CommitCoords | Mapping[str, Any] | None, response_id: str
+) -> tuple[CommitCoords | None, str]:
+    """The coordinates of a staged call, or none and what is wrong."""
+    if coords is None:
+        return None, MISSING_COORDS
+    if not isinstance(coords, CommitCoords):
+        try:
+            coords = CommitCoords.model_validate(coords)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            return None, f"{INVALID_COORDS}: {first['loc']}: {first['msg']}"
+    for name in ("rollout_id", "model_call_id", "parent_call_id", "prev_len"):
+        said, asked = getattr(coords, name), getattr(admission, name)
+        if said != asked:
+            return None, f"{INVALID_COORDS}: {name} is {said!r}, admitted was {asked!r}"
+    if coords.disposition == "capture_failed":
+        return None, ": ".join(filter(None, (CAPTURE_FAILED, coords.failure_reason)))
+    return (coords, "") if response_id else (None, MISSING_RESPONSE_ID)
+
+
 def _fingerprints(request: Marks | None, output: Output) -> tuple[str | None, Marks | None]:
     """The fingerprint of an answer and the marks of its request continued by it; none for what cannot be read."""
     try:
@@ -356,7 +466,3 @@ def _fingerprints(request: Marks | None, output: Output) -> tuple[str | None, Ma
         return conversation_fingerprint(messages), continued
     except UnreadableConversation:
         return None, None
-
-
-def _failed_row(call_id: str | None, reason: str) -> FailedRow:
-    return FailedRow(model_call_id=call_id, reason=one_line(reason))

@@ -89,7 +89,8 @@ class CaptureAdmission(_CaptureRecord):
     """One call that may be generated, and which tokens its prompt must begin with.
 
     Made by the ledger, consumed by a recorder. `staging_chain` holds the staging keys from the root to
-    the parent, `staging_digests` their digests: the prefix is their deltas, one after the other. An
+    the parent, `staging_digests` their digests: the prefix is their deltas, one after the other. A root
+    that does not begin its rollout says why in `new_root_reason`, whose first word is the cause. An
     *unresolved* admission has no parent and is never staged; the call is answered all the same, and its
     rollout is poisoned.
     """
@@ -98,6 +99,7 @@ class CaptureAdmission(_CaptureRecord):
     parent_chain_hash: DigestHex | None = None
     staging_chain: tuple[Identifier, ...] = ()
     unresolved_reason: StrictStr | None = None
+    new_root_reason: StrictStr | None = None
     admitted_at: StrictFloat | None = None
     staging_digests: tuple[DigestHex, ...] = ()
 
@@ -108,6 +110,8 @@ class CaptureAdmission(_CaptureRecord):
             raise ValueError(f"a {self.resolution} admission with parent {self.parent_call_id!r}")
         if (self.resolution == "unresolved") != (self.unresolved_reason is not None):
             raise ValueError(f"a {self.resolution} admission with unresolved_reason {self.unresolved_reason!r}")
+        if self.new_root_reason is not None and self.resolution != "root":
+            raise ValueError(f"a {self.resolution} admission with new_root_reason {self.new_root_reason!r}")
         has_parent = self.parent_call_id is not None
         if has_parent != (self.parent_chain_hash is not None) or has_parent != bool(self.staging_chain):
             raise ValueError("a call has a parent, the parent's chain hash and a staging chain, or none of the three")
