@@ -92,7 +92,7 @@ class TagSize:
 
 
 def routes(
-    plane: Annotated[str, typer.Option(help="memory, simple, or both.")] = "both",
+    plane: Annotated[Literal["memory", "simple", "both"], typer.Option(help="memory, simple, or both.")] = "both",
     rollouts: Annotated[int, typer.Option(min=1)] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens a rollout.")] = 2000,
     calls: Annotated[int, typer.Option(min=1, help="Calls a rollout.")] = 4,
