@@ -118,7 +118,7 @@ sys.meta_path.insert(0, Finder())
 
 
 def test_a_fault_of_ours_keeps_its_traceback(archive: Path, tmp_path: Path, reassemble: Run) -> None:
-    bug = "import rollout_reassembler.cli.run as r\nr.finalize_archive = lambda *_: 1 / 0"
+    bug = "import rollout_reassembler.cli.run as r\nr.finalize_archive = lambda *_, **__: 1 / 0"
     done = reassemble("run", archive, "--out", tmp_path / "out", before=bug)
     assert done.returncode == 1
     assert "Traceback" in done.stderr

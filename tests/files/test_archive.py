@@ -38,7 +38,7 @@ def run(archive: Path, out: Path, **options: Any) -> list[Any]:
         "workers": 1,
         "pad_token_id": None,
         "max_seq_len": None,
-        "branches": "terminal",
+        "branches": None,
     }
     return run_archive(archive, out, console=Console(quiet=True), uncounted=False, **{**settings, **options})
 
@@ -299,11 +299,12 @@ def test_all_branches_of_an_archive_become_rows(tmp_path: Path) -> None:
     made.call([1, 9], [5])
     request = ReassemblyRequest("g", ("r",), None, (made.receipt(),), (1.0,), 0, 0)
     staged = {call.staging_key: ("r", pack_call(call), b"") for call in made.calls}
-    write_archive(tmp_path / "archive", [request], staged, pad_token_id=0)
-    (group,) = run(tmp_path / "archive", tmp_path / "out", branches="all")
-    assert group.rows_by_rollout == (2,)
-    rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pydict()
-    assert rows["input_ids"] == [[1, 2, 3, 4], [1, 9, 5]]
+    for said, asked, rows_of in (("all", None, 2), (None, "all", 2), (None, None, 1), ("all", "terminal", 1)):
+        write_archive(tmp_path / "archive", [dataclasses.replace(request, branches=said)], staged, pad_token_id=0)
+        (group,) = run(tmp_path / "archive", tmp_path / "out", branches=asked)
+        assert group.rows_by_rollout == (rows_of,)
+        rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pydict()
+        assert rows["input_ids"] == [[1, 2, 3, 4], [1, 9, 5]][-rows_of:]
 
 
 class TestReplacing:

@@ -121,8 +121,12 @@ def run(
     pad_token_id: Annotated[int | None, typer.Option(help="Token of placeholders; the archive's by default.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(min=1, help="Longer rows are rejected.")] = None,
     branches: Annotated[
-        Branches, typer.Option(help="terminal: one row a rollout. all: one for each chain of its conversation.")
-    ] = Branches.terminal,
+        Branches | None,
+        typer.Option(
+            help="terminal: one row a rollout. all: one for each chain of its conversation. What the archive says of a "
+            "group by default, else terminal."
+        ),
+    ] = None,
     allow_rejected: Annotated[
         bool, typer.Option("--allow-rejected", help="Exit with 0 even if every rollout was rejected; otherwise with 3.")
     ] = False,
@@ -145,7 +149,7 @@ def run(
         workers=workers,
         pad_token_id=pad_token_id,
         max_seq_len=max_seq_len,
-        branches=branches.value,
+        branches=branches.value if branches is not None else None,
         uncounted=uncounted,
         console=console,
     )

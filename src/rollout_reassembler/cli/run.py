@@ -31,7 +31,7 @@ def run_archive(
     workers: int,
     pad_token_id: int | None,
     max_seq_len: int | None,
-    branches: Branches,
+    branches: Branches | None,
     uncounted: bool,
     console: Console,
 ) -> list[FinalizedGroup]:
@@ -46,11 +46,10 @@ def run_archive(
         staging_partition=STAGING,
         pad_token_id=archive.pad_token_id if pad_token_id is None else pad_token_id,
         max_seq_len=max_seq_len,
-        branches=branches,
     )
     with replacing_folder(out, only=(ROWS_FILE, GROUPS_FILE, SUMMARY_FILE)) as fresh:
         with open_plane(plane, config, workers=workers) as opened:
-            groups = finalize_archive(archive, opened, console)
+            groups = finalize_archive(archive, opened, console, branches=branches)
             rows = export_rows(opened.client, [group.meta for group in groups], fresh / ROWS_FILE)
         write_answers(groups, fresh / GROUPS_FILE)
         write_summary(groups, archive, fresh / SUMMARY_FILE)
@@ -61,13 +60,21 @@ def run_archive(
     return groups
 
 
-def finalize_archive(archive: Archive, plane: OpenPlane, console: Console) -> list[FinalizedGroup]:
-    """Stage the archive's rows on the plane and finalize its groups, with a progress bar."""
+def finalize_archive(
+    archive: Archive, plane: OpenPlane, console: Console, *, branches: Branches | None = None
+) -> list[FinalizedGroup]:
+    """Stage the archive's rows on the plane and finalize its groups, with a progress bar.
+
+    `branches` counts for all groups, whatever the archive says of them.
+    """
     epoch = plane.client.epoch()
     refused = archive.stage(plane.client, STAGING)
     if refused:
         console.print(f"{refused} rows of {archive.folder / STAGED_FILE} can't be staged; their rollouts are rejected")
-    requests = [dataclasses.replace(request, staged_on=epoch) for request in archive.requests]
+    requests = [
+        dataclasses.replace(request, staged_on=epoch, branches=branches or request.branches)
+        for request in archive.requests
+    ]
     answers: Iterable[FinalizedGroup] = plane.finalize_all(requests)
     return list(track(answers, "finalizing", total=len(requests), console=console, transient=True))
 

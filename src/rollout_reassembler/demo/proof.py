@@ -86,11 +86,11 @@ def _prove_row(
 
 
 def retokenized_rollouts(
-    rows: Sequence[tuple[Answer, np.ndarray[tuple[int], np.dtype[np.int64]]]], tokenizer: DemoTokenizer
+    rollouts: Sequence[tuple[Answer, Sequence[np.ndarray[tuple[int], np.dtype[np.int64]]]]], tokenizer: DemoTokenizer
 ) -> int:
-    """How many of these rows re-tokenising their conversation's text would have changed."""
+    """How many of these rollouts, each with its rows' tokens, re-tokenising their conversation would have changed."""
     changed = 0
-    for answer, token_ids in rows:
-        text_ids = tokenizer.render_conversation(answer.messages)[: len(token_ids)]
-        changed += text_ids != token_ids.tolist()
+    for answer, rows in rollouts:
+        text_ids = tokenizer.render_conversation(answer.messages)
+        changed += all(text_ids[: len(token_ids)] != token_ids.tolist() for token_ids in rows)
     return changed

@@ -3,11 +3,12 @@
     policy + tokenizer, made on the spot
     groups × rollouts agents, black boxes, some at a time       → staged calls, ledgers
     sabotage: one retried call, one failing capture, one tampered row
-    receipts → requests → finalized groups                      → canonical rows
+    receipts → requests → finalized groups                      → canonical rows, one a chain
     the policy scores every row                                  → summary.json
 
-The sabotage shows what the system is for: the retried call's dead branch is proven and left out, and
-each of the other two costs its own rollout and nothing else.
+The sabotage shows what the system is for: the retried call's dead branch is proven and left out, the failing
+capture costs its own call, and the tampered row its own rollout. In each group one agent compacts its history, one has
+two others work for it and one strips what it sends back: all that they sampled is trained.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from rollout_reassembler.capture import CallRecorder, CaptureLedger
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
 from rollout_reassembler.contract.records import StagedCall, StageResult, staging_key
 from rollout_reassembler.data_plane.base import ClaimQueue, RowStore
 from rollout_reassembler.data_plane.durable import make_folder, replacing_file
-from rollout_reassembler.demo.agents import Answer, solve
+from rollout_reassembler.demo.agents import Answer, solve, solve_compacting, solve_stripping, solve_with_two_helpers
 from rollout_reassembler.demo.policy import DemoPolicy
 from rollout_reassembler.demo.proof import MAX_LOGPROB_ERROR, Proof, prove_rows, retokenized_rollouts
 from rollout_reassembler.demo.server import PolicyServer
@@ -47,7 +51,14 @@ from rollout_reassembler.staging.source import StagingSource
 
 AGENTS_AT_A_TIME = 8
 WEIGHT_VERSION = 7
-RETRIED, UNCAPTURED, TAMPERED = 0, 1, 2
+RETRIED, UNCAPTURED, TAMPERED, COMPACTING, DELEGATING, STRIPPING = range(6)
+_AGENTS = {
+    COMPACTING: ("compacts", solve_compacting),
+    DELEGATING: ("two sub-agents", solve_with_two_helpers),
+    STRIPPING: ("strips text", solve_stripping),
+}
+_SABOTAGED = {RETRIED: "sends a call again", UNCAPTURED: "a capture fails", TAMPERED: "a row is tampered"}
+_PLAIN = "plain"
 _TASKS = (
     "What is 318 + 45? Please use the calculator.",
     "Which of Zürich and 東京 is warmer now? Ask the weather service.",
@@ -68,6 +79,15 @@ class DemoSettings:
 
     def rollout_ids(self, group: int) -> list[str]:
         return [f"g{group}/r{index}" for index in range(self.rollouts)]
+
+    def rollouts_by_agent(self) -> dict[str, list[str]]:
+        """What each rollout's agent does → the rollouts."""
+        found: dict[str, list[str]] = {}
+        for group in range(self.groups):
+            for index, rollout_id in enumerate(self.rollout_ids(group)):
+                does = _AGENTS[index][0] if index in _AGENTS else _PLAIN
+                found.setdefault(_SABOTAGED.get(index, does) if group == 0 else does, []).append(rollout_id)
+        return found
 
 
 def run_demo(settings: DemoSettings, *, seed: int, keep: bool, console: Console) -> bool:
@@ -99,8 +119,9 @@ def run_demo(settings: DemoSettings, *, seed: int, keep: bool, console: Console)
         console.print(
             f"[green]proven:[/] {summary['tokens_checked']:,} trained tokens carry the policy's own log probabilities "
             f"(largest difference {summary['max_abs_logprob_error']:.1e}), {summary['routes_equal']:,} of "
-            f"{summary['routes_checked']:,} replayed routes are its own; re-tokenising the text would have changed "
-            f"{summary['retokenized_rollouts']} of {summary['valid_rows']} rollouts"
+            f"{summary['routes_checked']:,} replayed routes are its own; {summary['trained_tokens']:,} of "
+            f"{summary['sampled_tokens']:,} tokens that valid rollouts sampled are trained; re-tokenising the text "
+            f"would have changed {summary['retokenized_rollouts']} of {summary['valid_rollouts']} rollouts"
         )
     console.print(f"{summary['wall_s']} s in all, summary in {path}")
     return not outcome.faults
@@ -118,7 +139,8 @@ def _run(
     epoch = plane.client.epoch()
     with tempfile.TemporaryDirectory() as ledgers:
         ledger = CaptureLedger(Path(ledgers))
-        answers = _roll_out(settings, policy, plane.client, ledger, seed, console)
+        sampled = Counter[str]()
+        answers = _roll_out(settings, policy, plane.client, ledger, sampled, seed, console)
         requests = [_request(group, settings, ledger, answers, epoch) for group in range(settings.groups)]
     _tamper(plane.client, settings.rollout_ids(0)[TAMPERED])
     if keep:
@@ -128,22 +150,74 @@ def _run(
     with console.status("proving and publishing the rows"):
         groups = list(plane.finalize_all(requests))
     console.print(groups_table(groups, title=f"{len(groups)} groups over the {settings.plane} plane"))
+    masks = _of_rollouts(plane.client, groups, requests, "token_mask")
+    trained = {rollout: int(sum(mask.sum() for mask in of_rollout)) for rollout, of_rollout in masks.items()}
+    rows_of = {rollout: len(of_rollout) for rollout, of_rollout in masks.items()}
+    console.print(_agents_table(settings, rows_of, sampled, trained))
     with console.status("scoring every row with the policy"):
         proof = prove_rows(plane.client, groups, policy)
+    token_ids = _of_rollouts(plane.client, groups, requests, "input_ids")
     summary: dict[str, Any] = {
         "groups": len(groups),
         "rows": proof.rows,
         "valid_rows": proof.valid_rows,
+        "valid_rollouts": len(trained),
         "rejections": rejection_counts(groups),
         "tokens_checked": proof.tokens_checked,
         "max_abs_logprob_error": proof.max_abs_logprob_error,
-        "retokenized_rollouts": _retokenized(plane.client, groups, requests, answers, policy),
+        "retokenized_rollouts": retokenized_rollouts(
+            [(answers[r], ids) for r, ids in token_ids.items()], policy.tokenizer
+        ),
         "routes_checked": proof.routes_checked,
         "routes_equal": proof.routes_equal,
         "routes_missing": proof.routes_missing,
+        "rows_by_rollout": rows_of,
+        "sampled_tokens": sum(sampled[rollout] for rollout in trained),
+        "trained_tokens": sum(trained.values()),
         "staged_rows_left": len(plane.client.list_samples(STAGING)),
     }
-    return _Outcome(summary, find_faults(settings, groups, proof, summary["staged_rows_left"]))
+    faults = find_faults(settings, groups, proof, summary["staged_rows_left"])
+    untrained = {
+        rollout: sampled[rollout] - tokens
+        for rollout, tokens in trained.items()
+        if rollout not in settings.rollout_ids(0)[: len(_SABOTAGED)] and tokens != sampled[rollout]
+    }
+    if untrained:
+        faults.append(f"sampled tokens that are not trained, by rollout: {untrained}")
+    return _Outcome(summary, faults)
+
+
+def _of_rollouts(
+    client: ClaimQueue, groups: Sequence[FinalizedGroup], requests: Sequence[ReassemblyRequest], column: str
+) -> dict[str, list[Any]]:
+    """Valid rollout → the column's value in each of its rows."""
+    found = {}
+    for group, request in zip(groups, requests, strict=True):
+        values = iter(client.get_data(group.meta, [column])[column])
+        for rollout_id, count in zip(request.rollout_ids, group.rows_by_rollout, strict=True):
+            of_rollout = list(islice(values, count))
+            if rollout_id not in group.rejections:
+                found[rollout_id] = of_rollout
+    return found
+
+
+def _agents_table(
+    settings: DemoSettings, rows: Mapping[str, int], sampled: Mapping[str, int], trained: Mapping[str, int]
+) -> Table:
+    table = Table(title="what became of the agents' rollouts", title_justify="left")
+    table.add_column("agent", overflow="fold")
+    for name in ("rollouts", "valid", "rows each", "sampled", "trained"):
+        table.add_column(name, justify="right")
+    for does, rollouts in settings.rollouts_by_agent().items():
+        table.add_row(
+            does,
+            str(len(rollouts)),
+            str(sum(rollout in trained for rollout in rollouts)),
+            " or ".join(map(str, sorted({rows[rollout] for rollout in rollouts if rollout in rows}))) or "–",
+            f"{sum(sampled[rollout] for rollout in rollouts):,}",
+            f"{sum(trained.get(rollout, 0) for rollout in rollouts):,}",
+        )
+    return table
 
 
 def _roll_out(
@@ -151,10 +225,14 @@ def _roll_out(
     policy: DemoPolicy,
     client: RowStore,
     ledger: CaptureLedger,
+    sampled: Counter[str],
     seed: int,
     console: Console,
 ) -> dict[str, Answer]:
-    """Let all agents work, `AGENTS_AT_A_TIME` of them at once. Rollout id → what its agent ended with."""
+    """Let all agents work, `AGENTS_AT_A_TIME` of them at once. Rollout id → what its agent ended with.
+
+    `sampled` gets how many tokens each rollout sampled.
+    """
     sink = _OutageSink(StagingSink(client, staging_partition=STAGING))
     sink.outage_of = settings.rollout_ids(0)[UNCAPTURED]
     source = StagingSource(client, staging_partition=STAGING)
@@ -169,15 +247,19 @@ def _roll_out(
         task = progress.add_task("agents at work, rollouts", total=len(rollouts))
 
         def work(group: int, rollout_id: str) -> Answer:
-            retried = 1 if rollout_id == settings.rollout_ids(0)[RETRIED] else None
-            chat = partial(server.chat, rollout_id)
-            answer = solve(_TASKS[group % len(_TASKS)], chat, calls=settings.calls, retried_call=retried)
+            index = settings.rollout_ids(group).index(rollout_id)
+            agent = _AGENTS[index][1] if index in _AGENTS else solve
+            if (group, index) == (0, RETRIED):
+                agent = partial(solve, retried_call=1)
+            answer = agent(_TASKS[group % len(_TASKS)], partial(server.chat, rollout_id), calls=settings.calls)
             progress.advance(task)
             return answer
 
-        return dict(
+        answers = dict(
             zip((rollout for _, rollout in rollouts), agents.map(work, *zip(*rollouts, strict=True)), strict=True)
         )
+    sampled.update(server.sampled_tokens)
+    return answers
 
 
 @dataclass
@@ -208,6 +290,7 @@ def _request(
         fallback_weight_version=WEIGHT_VERSION,
         prompt_idx=group,
         staged_on=epoch,
+        branches="all",
     )
 
 
@@ -227,31 +310,18 @@ def _keep_archive(folder: Path, requests: Sequence[ReassemblyRequest], client: R
     write_archive(folder, requests, staged, pad_token_id=pad_token_id)
 
 
-def _retokenized(
-    client: ClaimQueue,
-    groups: Sequence[FinalizedGroup],
-    requests: Sequence[ReassemblyRequest],
-    answers: dict[str, Answer],
-    policy: DemoPolicy,
-) -> int:
-    rows = []
-    for group, request in zip(groups, requests, strict=True):
-        batch = client.get_data(group.meta, ["input_ids"])
-        for rollout_id, token_ids in zip(request.rollout_ids, batch["input_ids"], strict=True):
-            if rollout_id not in group.rejections:
-                rows.append((answers[rollout_id], token_ids))
-    return retokenized_rollouts(rows, policy.tokenizer)
-
-
 def find_faults(settings: DemoSettings, groups: Sequence[FinalizedGroup], proof: Proof, staged_left: int) -> list[str]:
     """What a run must show besides equal log probabilities: the right rows, the right rejections, no leak."""
-    expected = {settings.rollout_ids(0)[UNCAPTURED], settings.rollout_ids(0)[TAMPERED]}
+    # With two calls the one that is not captured gave the answer, and no chain is left that earned the reward.
+    costly = (TAMPERED,) if settings.calls > 2 else (TAMPERED, UNCAPTURED)
+    expected = {settings.rollout_ids(0)[index] for index in costly}
     rejected = {rollout for group in groups for rollout in group.rejections}
     faults = []
     if not proof.holds:
         faults.append(f"{proof}, with a bound of {MAX_LOGPROB_ERROR}")
-    if proof.rows != settings.groups * settings.rollouts:
-        faults.append(f"{proof.rows} rows for {settings.groups * settings.rollouts} rollouts")
+    rows = [count for group in groups for count in group.rows_by_rollout]
+    if proof.rows != sum(rows) or len(rows) != settings.groups * settings.rollouts or 0 in rows:
+        faults.append(f"{proof.rows} rows for {settings.groups * settings.rollouts} rollouts, which have {rows}")
     if rejected != expected:
         faults.append(f"rejected {sorted(rejected)}, expected {sorted(expected)}")
     if staged_left:

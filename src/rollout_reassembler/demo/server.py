@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rollout_reassembler.capture import CallRecorder, CaptureLedger, OpenCall
+from rollout_reassembler.capture import CallInfo, CallRecorder, CaptureLedger, OpenCall
 from rollout_reassembler.contract.routed_experts import BOUNDARY_KEY, ROUTES_KEY, encode_routed_experts
 from rollout_reassembler.demo.agents import Reply
 from rollout_reassembler.demo.policy import DemoPolicy, Generation, Session, TokenIds
@@ -38,6 +39,8 @@ class PolicyServer:
     ledger: CaptureLedger
     seed: int
     _sessions: dict[str, Session] = field(default_factory=dict)
+    sampled_tokens: Counter[str] = field(default_factory=Counter)
+    """By rollout."""
     _served: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -60,7 +63,12 @@ class PolicyServer:
             generation.token_ids,
             generation.logprobs,
             _route_extras(generation, admission.prev_len, len(prompt) + len(generation.token_ids)),
+            info=CallInfo(
+                finish_reason="stop" if generation.finished else "length", temperature=1.0, logprobs="processed"
+            ),
         )
+        with self._lock:
+            self.sampled_tokens[rollout_id] += len(generation.token_ids)
         message: Message = {"role": "assistant", "content": self.policy.tokenizer.decode(generation.token_ids)}
         response_id = f"resp-{rollout_id}-{number}"
         self.ledger.record(admission, coords, response_id=response_id, output=message)

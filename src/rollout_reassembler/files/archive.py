@@ -7,7 +7,7 @@ taken for a whole one; then comes one a rollout, groups in one piece:
     {"group_id": "g0", "rollout_id": "g0/r0", "receipt": {…}, "reward": 1.0, "prompt_idx": 0}
     {"group_id": "g0", "rollout_id": "g0/r1", "receipt": null, "reward": 0.0, "prompt_idx": 0}
 
-`fallback_weight_version`, `sample_id`, `mask_sample`, `truncated` and `loss_multiplier` may be given too.
+`fallback_weight_version`, `sample_id`, `mask_sample`, `truncated`, `loss_multiplier` and `branches` may be given too.
 A line that is itself a receipt is a group of its own, with the receipt's reward.
 
 `staged.parquet`, one row a staged call: `key` (its place, or its staging key), `rollout_id`, `call` (the
@@ -31,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 
 from rollout_reassembler.contract.errors import BadArchive
 from rollout_reassembler.contract.messages import ReassemblyRequest
+from rollout_reassembler.contract.settings import Branches
 from rollout_reassembler.data_plane.base import RowStore
 from rollout_reassembler.data_plane.durable import replacing_folder
 from rollout_reassembler.staging.codec import staged_place
@@ -77,6 +78,7 @@ class _Line(BaseModel):
     mask_sample: StrictBool = False
     sample_id: _Id | None = None
     truncated: StrictBool | None = None
+    branches: Branches | None = None
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,8 @@ def _lines(request: ReassemblyRequest) -> Iterator[dict[str, Any]]:
             line["sample_id"] = request.canonical_sample_ids[index]
         if request.truncated is not None:
             line["truncated"] = request.truncated[index]
+        if request.branches is not None:
+            line["branches"] = request.branches
         masked = request.mask_sample
         line["mask_sample"] = masked[index] if isinstance(masked, tuple) else bool(masked)
         yield line
@@ -339,10 +343,11 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _request(path: Path, group: Sequence[tuple[int, _Line]]) -> ReassemblyRequest:
     number, first = group[0]
     lines = [line for _, line in group]
-    for name in ("prompt_idx", "fallback_weight_version", "loss_multiplier"):
+    for name in ("prompt_idx", "fallback_weight_version", "loss_multiplier", "branches"):
         found = {getattr(line, name) for line in lines}
         if len(found) > 1:
-            raise BadArchive(f"{path}:{number}: group {first.group_id!r}: lines differ in {name}: {sorted(found)}")
+            differ = sorted(found, key=repr)
+            raise BadArchive(f"{path}:{number}: group {first.group_id!r}: lines differ in {name}: {differ}")
     for name in ("sample_id", "truncated"):
         said = sum(getattr(line, name) is not None for line in lines)
         if said not in (0, len(lines)):
@@ -358,4 +363,5 @@ def _request(path: Path, group: Sequence[tuple[int, _Line]]) -> ReassemblyReques
         mask_sample=tuple(line.mask_sample for line in lines),
         loss_multiplier=first.loss_multiplier,
         truncated=tuple(line.truncated for line in lines if line.truncated is not None) or None,
+        branches=first.branches,
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from rollout_reassembler.contract.features import feature
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest, RolloutReassemblerActorConfig
+from rollout_reassembler.contract.settings import RouteMode
 from rollout_reassembler.data_plane import backends
 from rollout_reassembler.data_plane.backends import Backend
 from rollout_reassembler.data_plane.base import DataPlaneClient
@@ -63,14 +64,14 @@ def _config_of(backend: Backend) -> DataPlaneConfig:
 
 def _register(client: DataPlaneClient, config: RolloutReassemblerActorConfig) -> None:
     register_staging_partition(client, config.staging_partition)
-    direct = config.router_replay_enabled and not config.defer_routed_experts_to_policy
-    register_canonical_partition(client, config.partition_id, with_routes=direct)
+    with_routes = config.route_mode is RouteMode.DIRECT
+    register_canonical_partition(client, config.partition_id, with_routes=with_routes)
 
 
 def _finalize_here(
     client: DataPlaneClient, config: RolloutReassemblerActorConfig, requests: Iterable[ReassemblyRequest]
 ) -> Iterator[FinalizedGroup]:
-    reassembler = RolloutReassembler(client, **vars(config))
+    reassembler = RolloutReassembler.from_config(client, config)
     for request in requests:
         yield reassembler.finalize(request)
     reassembler.collect_lost()
