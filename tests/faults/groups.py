@@ -24,7 +24,8 @@ from tests.route_captures import stage as stage_rollouts
 
 HEALTHY = "healthy"
 DEFERRED = "routes for the trainer"
-KINDS = (HEALTHY, "lost receipt", "garbled row", "nothing valid", DEFERRED)
+BRANCHED = "all branches"
+KINDS = (HEALTHY, "lost receipt", "garbled row", "nothing valid", DEFERRED, BRANCHED)
 
 SIZE = 3
 """Rollouts a group."""
@@ -43,13 +44,18 @@ class Group:
 
     @property
     def sample_ids(self) -> list[str]:
-        return [f"{self.group_id}_g{index}" for index in range(SIZE)]
+        names = [f"{self.group_id}_g{index}" for index in range(SIZE)]
+        if self.kind != BRANCHED:
+            return names
+        return [f"{name}_s{j}" for name, rows in zip(names, (3, 2, 1), strict=True) for j in range(rows)]
 
     @property
     def rollouts(self) -> list[MadeRollout]:
         names = [f"{self.group_id}/r{index}" for index in range(SIZE)]
         if self.kind == DEFERRED:
             return [routed(name, [Turn(3, 2), Turn(2, index + 1)]) for index, name in enumerate(names)]
+        if self.kind == BRANCHED:
+            return [branched(name, roots) for name, roots in zip(names, (3, 2, 1), strict=True)]
         return [chain(name, index + 1, seed=self.number) for index, name in enumerate(names)]
 
     @property
@@ -73,6 +79,7 @@ class Group:
             rewards=(0.0, 0.5, 1.0),
             fallback_weight_version=1,
             prompt_idx=self.number,
+            branches="all" if self.kind == BRANCHED else None,
         )
 
     def stage(self, plane: DataPlaneClient) -> None:
@@ -83,6 +90,16 @@ class Group:
     def finalize(self, plane: DataPlaneClient) -> FinalizedGroup:
         """The answer, without the timings of this run."""
         return dataclasses.replace(reassembler(plane, **self.options).finalize(self.request), timings={})
+
+
+def branched(rollout_id: str, roots: int) -> MadeRollout:
+    """A rollout of as many conversations; the first goes on two ways, of which the later answers the former again."""
+    made = MadeRollout(rollout_id)
+    for root in range(roots):
+        first = made.call([1, 2 + root], [3, 4 + root])
+        made.call([5], [6 + root], parent=first)
+    made.call([5], [9], parent=first)
+    return made
 
 
 def undisturbed(groups: Iterable[Group]) -> tuple[DataPlaneClient, dict[str, FinalizedGroup]]:

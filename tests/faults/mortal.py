@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ class Mortal(_ReassemblerProcess):
         self._deaths = deaths
         self._attempts = attempts
         self._death: Death | None = None
+        self._requests: Requests | None = None
 
     def finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         planned = self._deaths.get(request.group_id, [])
@@ -29,13 +29,12 @@ class Mortal(_ReassemblerProcess):
             attempt = file.tell()
             file.write("x")
         self._death = planned[attempt] if attempt < len(planned) else None
-        if "_requests" in vars(self):
+        if self._requests is not None:
             self._requests.die_at(self._death)
         return super().finalize(request)
 
-    @cached_property
-    def _client(self) -> DataPlaneClient:
-        client = super()._client
+    def _connect(self) -> DataPlaneClient:
+        client = super()._connect()
         self._requests = Requests(client)
         self._requests.die_at(self._death)
         return client

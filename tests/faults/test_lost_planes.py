@@ -28,7 +28,7 @@ from tests.reassembly.contents import RECORDS
 
 pytestmark = pytest.mark.slow
 
-GROUPS = 40
+GROUPS = 48
 
 
 class Watch:

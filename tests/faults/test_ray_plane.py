@@ -34,7 +34,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def assert_nothing_lost(part: dict[str, Any], *, kills: int) -> None:
     print(f"\n{ {name: part[name] for name in (*COUNTS, *FAULTS)} }")
     assert part["kills"] == kills
-    assert part["rows"] == part["groups"] * 3
+    assert part["rows"] == part["sample_ids"]
     assert {name: part[name] for name in FAULTS} == dict.fromkeys(FAULTS, 0)
 
 

@@ -34,7 +34,7 @@ from rollout_reassembler.data_plane.base import FieldSpec
 from rollout_reassembler.data_plane.config import Deadlines, SimpleBackendConfig
 from rollout_reassembler.data_plane.transfer_queue.cluster import start_local_ray
 from tests.captures import CANONICAL, PAD, STAGING, registered
-from tests.faults.groups import KINDS, Group, count
+from tests.faults.groups import DEFERRED, KINDS, Group, count
 from tests.faults.mortal import Mortal
 from tests.faults.requests import Death
 from tests.reassembly.contents import RECORDS
@@ -44,6 +44,9 @@ DP_CONFIG = DataPlaneConfig(impl="transfer_queue", deadlines=DEADLINES, simple=S
 ACTOR_CONFIG = RolloutReassemblerActorConfig(
     partition_id=CANONICAL, staging_partition=STAGING, pad_token_id=PAD, max_seq_len=None
 )
+
+_KINDS = tuple(kind for kind in KINDS if kind != DEFERRED)
+"""An actor's config says who assembles routes, for all of its groups."""
 
 DEATHS: list[list[Death]] = [
     [("GET_DATA#1", "after")],
@@ -77,7 +80,7 @@ class Run:
 
     def new_groups(self, number: int) -> list[Group]:
         """So many more groups, staged."""
-        new = [Group(KINDS[n % 4], n) for n in range(len(self.groups), len(self.groups) + number)]
+        new = [Group(_KINDS[n % len(_KINDS)], n) for n in range(len(self.groups), len(self.groups) + number)]
         for group in new:
             self.requests[group.group_id] = dataclasses.replace(group.request, staged_on=self.plane.epoch())
             group.stage(self.plane)
@@ -118,7 +121,8 @@ class Run:
         return {"close": close, "in all": since(started)}
 
     def figures(self) -> dict[str, int]:
-        return dataclasses.asdict(count(self.plane, self.groups, self.answers, kills=self.kills))
+        figures = dataclasses.asdict(count(self.plane, self.groups, self.answers, kills=self.kills))
+        return {**figures, "sample_ids": sum(len(group.sample_ids) for group in self.groups)}
 
 
 def start_plane() -> DataPlaneClient:
