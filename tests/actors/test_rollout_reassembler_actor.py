@@ -153,12 +153,12 @@ def test_rows_in_a_receipt_cost_its_rollout(site: Site, smuggled: Any) -> None:
 def test_rows_in_an_answer_are_refused(monkeypatch: pytest.MonkeyPatch, site: Site) -> None:
     actor = rr.RolloutReassemblerActor(site.dp_config, site.config)
     stage_group(site.plane, site.config.staging_partition, 4)
-    whole = rr.RolloutReassembler.finalize_group
+    whole = rr.RolloutReassembler.finalize
 
     def leaky(self: rr.RolloutReassembler, *args: Any, **kwargs: Any) -> rr.FinalizedGroup:
         return dataclasses.replace(whole(self, *args, **kwargs), metrics={"rows": torch.zeros(3)})
 
-    monkeypatch.setattr(rr.RolloutReassembler, "finalize_group", leaky)
+    monkeypatch.setattr(rr.RolloutReassembler, "finalize", leaky)
     with pytest.raises(rr.RpcPayloadError, match=r"rpc\.metrics\['rows'\].*Tensor"):
         actor.finalize(request_of(4))
 
@@ -245,3 +245,14 @@ def test_an_actor_collects_what_its_groups_lost(site: Site, pool: rr.Reassembler
     while any(key.startswith("g410/") for key in site.plane.list_samples(site.config.staging_partition)):
         assert time.monotonic() < until, "nobody collects"
         time.sleep(0.5)
+
+
+def test_an_actor_is_set_as_its_config_says(site: Site) -> None:
+    made = rollouts_of(90, rollouts=1, turns=1)
+    made[0].call([7], [8], call_id="a sub-agent's")
+    stage_group(site.plane, site.config.staging_partition, 90, made)
+    actor = rr.RolloutReassemblerActor(site.dp_config, dataclasses.replace(site.config, branches="all", max_seq_len=9))
+    answer = actor.finalize(request_of(90, made))
+    assert answer.rows_by_rollout == (2,)
+    with pytest.raises(rr.GroupConflict, match=r"max_seq_len was 9 and is None here, branches was all and is terminal"):
+        rr.RolloutReassembler.from_config(site.plane, site.config).finalize(request_of(90, made))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_reassembler import ReassemblyRequest, RolloutReassemblerActorConfig
+from rollout_reassembler import ReassemblyRequest, RolloutReassembler, RolloutReassemblerActorConfig
 from rollout_reassembler.contract.errors import GroupConflict, PlaneLost, RequestError
 from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
@@ -161,6 +161,16 @@ def test_a_setting_is_the_default_of_its_requests() -> None:
     everything = reassembler(plane, branches="all")
     request = ReassemblyRequest("g", ("a",), ("row",), (made.receipt(),), (1.0,), 0, 0)
     assert everything.finalize(request).meta.sample_ids == [f"row_s{j}" for j in range(4)]
+
+
+def test_a_reassembler_is_set_by_a_config_as_by_its_parts() -> None:
+    plane, made = memory_plane(), branched()
+    stage(plane, made)
+    config = RolloutReassemblerActorConfig(CANONICAL, STAGING, PAD, branches="all")
+    request = ReassemblyRequest("g", ("a",), None, (made.receipt(),), (1.0,), 0, 0)
+    answer = RolloutReassembler.from_config(plane, config).finalize(request)
+    assert answer.rows_by_rollout == (4,)
+    assert reassembler(plane, branches="all").finalize(request) == answer
 
 
 @pytest.mark.parametrize("value", ["every", True, 1])

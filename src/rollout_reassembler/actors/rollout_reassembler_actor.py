@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any, cast
@@ -61,6 +62,14 @@ _ACTOR_OPTIONS: dict[str, Any] = {"num_cpus": 1, "max_restarts": -1, "max_task_r
 _DEPENDENCIES = ("numpy", "pydantic", "ray", "tensordict", "torch", "TransferQueue")
 
 
+@dataclass(frozen=True)
+class _Connection:
+    """A client of the plane, and the reassembler over it."""
+
+    client: DataPlaneClient
+    reassembler: RolloutReassembler
+
+
 class _ReassemblerProcess:
     """What runs in an actor: one data-plane connection and one reassembler.
 
@@ -72,6 +81,8 @@ class _ReassemblerProcess:
     def __init__(self, dp_config: DataPlaneConfig | Mapping[str, Any], config: RolloutReassemblerActorConfig) -> None:
         self._dp_config = DataPlaneConfig.model_validate(dp_config)
         self._config = config
+        self._connection: _Connection | None = None
+        self._collector = BackgroundCollector(self._collect_lost, every_s=COLLECT_EVERY_S)
 
     def finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         """Publish the request's group. See `RolloutReassembler.finalize_group` for what it raises.
@@ -80,7 +91,7 @@ class _ReassemblerProcess:
         """
         budget = self._config.bounds.max_rpc_bytes
         request = guarded_request(plain_request(request), max_bytes=budget)
-        was_connected = "_client" in vars(self)
+        was_connected = self._connection is not None
         try:
             group = self._finalize(request)
         except DataPlaneUnavailable:
@@ -98,7 +109,7 @@ class _ReassemblerProcess:
 
         Raises `DataPlaneUnavailable`, or `PartitionNotRegistered` naming the partition.
         """
-        client = self._client
+        client = self._connected().client
         for partition in (self._config.partition_id, self._config.staging_partition):
             if not client.is_registered(partition):
                 raise PartitionNotRegistered(
@@ -106,7 +117,6 @@ class _ReassemblerProcess:
                     call="check_dependencies",
                     partition=partition,
                 )
-        assert self._reassembler is not None
         importlib.import_module("rollout_reassembler.reassembly.routes")
         return {name: version(name) for name in _DEPENDENCIES}
 
@@ -119,7 +129,7 @@ class _ReassemblerProcess:
         assert_metadata_only(body)
         backend = self._dp_config.chosen
         if backend.has_owners:
-            return cast(MemoryOwner, self._client).checkpoint_command(body)
+            return cast(MemoryOwner, self._connected().client).checkpoint_command(body)
         raise RequestError(
             f"this actor owns no part of a Mooncake store (backend {backend.name!r}), so it has nothing to "
             "checkpoint; save the plane with its client's save_checkpoint(directory)"
@@ -127,25 +137,26 @@ class _ReassemblerProcess:
 
     def _finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         try:
-            reassembler = self._reassembler
+            connection = self._connected()
         except DataPlaneError as error:
-            self._disconnect()
             raise error.for_group(request.group_id) from error
         try:
-            return reassembler.finalize(request)
+            return connection.reassembler.finalize(request)
         except (DataPlaneTimeout, DataPlaneUnavailable):
-            self._disconnect()
+            # The next call makes another connection.
+            self._connection = None
+            connection.client.close()
             raise
 
-    def _disconnect(self) -> None:
-        """Forget the connection; the next call makes another one."""
-        client = vars(self).pop("_client", None)
-        vars(self).pop("_reassembler", None)
-        if client is not None:
-            client.close()
+    def _connected(self) -> _Connection:
+        if self._connection is None:
+            client = self._connect()
+            self._connection = _Connection(client, RolloutReassembler.from_config(client, self._config))
+            # What an actor that died has left.
+            self._collector.ask()
+        return self._connection
 
-    @cached_property
-    def _client(self) -> DataPlaneClient:
+    def _connect(self) -> DataPlaneClient:
         backend = self._dp_config.chosen
         if not backend.is_shared:
             raise DataPlaneUnavailable(
@@ -154,27 +165,6 @@ class _ReassemblerProcess:
                 call="connect",
             )
         return build_data_plane_client(self._dp_config, bootstrap=False)
-
-    @cached_property
-    def _reassembler(self) -> RolloutReassembler:
-        config = self._config
-        # What an actor that died has left.
-        self._collector.ask()
-        return RolloutReassembler(
-            self._client,
-            partition_id=config.partition_id,
-            staging_partition=config.staging_partition,
-            pad_token_id=config.pad_token_id,
-            max_seq_len=config.max_seq_len,
-            router_replay_enabled=config.router_replay_enabled,
-            defer_routed_experts_to_policy=config.defer_routed_experts_to_policy,
-            model_shape=config.model_shape,
-            bounds=config.bounds,
-        )
-
-    @cached_property
-    def _collector(self) -> BackgroundCollector:
-        return BackgroundCollector(self._collect_lost, every_s=COLLECT_EVERY_S)
 
     def _collect_lost(self) -> None:
         # Over a connection of its own: that of the requests may be replaced in the middle.

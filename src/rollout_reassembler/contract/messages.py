@@ -8,11 +8,11 @@ travel through the data plane, and an answer only names them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
-from rollout_reassembler.contract.settings import Branches, checked_settings
+from rollout_reassembler.contract.settings import Branches, RouteMode, checked_settings
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,14 @@ class RolloutReassemblerActorConfig:
     branches: Branches = "terminal"
 
     def __post_init__(self) -> None:
-        settings = {name: value for name, value in vars(self).items() if name != "model_shape"}
+        settings = {name: value for name, value in self.settings().items() if name != "model_shape"}
         for name, value in checked_settings(**settings).items():
             object.__setattr__(self, name, value)
+
+    @property
+    def route_mode(self) -> RouteMode:
+        return RouteMode.of(self.router_replay_enabled, self.defer_routed_experts_to_policy)
+
+    def settings(self) -> dict[str, Any]:
+        """By name, as `RolloutReassembler` takes them."""
+        return {setting.name: getattr(self, setting.name) for setting in fields(self)}

@@ -7,6 +7,7 @@ out at the first group. What must stay true: what passes here fits the columns t
 from __future__ import annotations
 
 import operator
+from enum import StrEnum
 from typing import Any, Literal, get_args
 
 from rollout_reassembler.contract.bounds import ReceiptBounds
@@ -18,6 +19,30 @@ Branches = Literal["terminal", "all"]
 """One row a rollout, its terminal's chain; or one a kept leaf (`reassembly/branches.py`)."""
 
 BRANCHES: tuple[Branches, ...] = get_args(Branches)
+
+
+class RouteMode(StrEnum):
+    """Where a row's expert routes are put together: nowhere, before it is published, or by whoever reads it.
+
+    On the wire and in configs it is two booleans, `router_replay_enabled` and `defer_routed_experts_to_policy`.
+    """
+
+    OFF = "off"
+    DIRECT = "direct"
+    DEFERRED = "deferred"
+
+    @classmethod
+    def of(cls, router_replay_enabled: bool, defer_routed_experts_to_policy: bool) -> RouteMode:
+        """Raises `ValueError` for routes that are deferred and not replayed."""
+        if defer_routed_experts_to_policy and not router_replay_enabled:
+            raise ValueError(
+                "defer_routed_experts_to_policy=True needs router_replay_enabled=True: without router replay there are "
+                "no routes to defer"
+            )
+        if not router_replay_enabled:
+            return cls.OFF
+        return cls.DEFERRED if defer_routed_experts_to_policy else cls.DIRECT
+
 
 DEFERRED_BRANCHES = (
     "branches='all' cannot go with defer_routed_experts_to_policy=True: a staged row may hold routes of several rows, "
@@ -43,14 +68,10 @@ def checked_settings(
             raise ValueError(f"{name} must be a non-empty str, got {described(partition)}")
     if partition_id == staging_partition:
         raise ValueError(f"partition_id and staging_partition must differ, got {partition_id!r:.200} for both")
-    if defer_routed_experts_to_policy and not router_replay_enabled:
-        raise ValueError(
-            "defer_routed_experts_to_policy=True needs router_replay_enabled=True: without router replay there are no "
-            "routes to defer"
-        )
+    mode = RouteMode.of(bool(router_replay_enabled), bool(defer_routed_experts_to_policy))
     if branches not in BRANCHES:
         raise ValueError(f"branches must be one of {', '.join(map(repr, BRANCHES))}, got {described(branches)}")
-    if branches == "all" and defer_routed_experts_to_policy:
+    if branches == "all" and mode is RouteMode.DEFERRED:
         raise ValueError(DEFERRED_BRANCHES)
     if not isinstance(bounds, ReceiptBounds):
         raise ValueError(f"bounds must be a ReceiptBounds, got {described(bounds)}")

@@ -90,19 +90,24 @@ class LostRollouts:
 class BackgroundCollector:
     """Collects in a thread of its own, `every_s` seconds after it was asked to, however often that was.
 
-    `collect` may raise `DataPlaneError`; that is logged, and what is left is collected the next time. The thread ends
-    with the process; the marks do not.
+    `collect` may raise `DataPlaneError`; that is logged, and what is left is collected the next time. The thread starts
+    when it is first asked, and ends with the process; the marks do not.
     """
 
     def __init__(self, collect: Callable[[], object], *, every_s: float) -> None:
         self._collect = collect
         self._every_s = every_s
         self._asked = threading.Event()
-        threading.Thread(target=self._run, name="collector", daemon=True).start()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def ask(self) -> None:
         """Have a collection made soon. Costs nothing."""
         self._asked.set()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
+                self._thread.start()
 
     def _run(self) -> None:
         while self._asked.wait():

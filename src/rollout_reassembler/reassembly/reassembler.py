@@ -36,17 +36,22 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Self
 
 from rollout_reassembler.contract.bounds import DEFAULT_BOUNDS, ReceiptBounds
 from rollout_reassembler.contract.errors import (
     DataPlaneError,
     RequestError,
 )
-from rollout_reassembler.contract.messages import FinalizedGroup, KVBatchMeta, ReassemblyRequest
+from rollout_reassembler.contract.messages import (
+    FinalizedGroup,
+    KVBatchMeta,
+    ReassemblyRequest,
+    RolloutReassemblerActorConfig,
+)
 from rollout_reassembler.contract.records import RolloutReceipt
 from rollout_reassembler.contract.requests import plain_request, plain_reward, plain_rollout_id
-from rollout_reassembler.contract.settings import DEFERRED_BRANCHES, Branches, checked_settings
+from rollout_reassembler.contract.settings import DEFERRED_BRANCHES, Branches, RouteMode
 from rollout_reassembler.contract.text import one_line
 from rollout_reassembler.data_plane.base import RowStore
 from rollout_reassembler.reassembly.admission import (
@@ -55,6 +60,7 @@ from rollout_reassembler.reassembly.admission import (
     fingerprint_of,
     reads_nothing,
 )
+from rollout_reassembler.reassembly.call_infos import call_tags, with_call_infos
 from rollout_reassembler.reassembly.cleanup import clear_group
 from rollout_reassembler.reassembly.collector import Collected, LostRollouts
 from rollout_reassembler.reassembly.group_record import GroupRecords
@@ -120,33 +126,31 @@ class RolloutReassembler:
         model_shape: LayersAndTopK | None = None,
         branches: Branches = "terminal",
     ) -> None:
-        settings = checked_settings(
+        self._config = RolloutReassemblerActorConfig(
             partition_id=partition_id,
             staging_partition=staging_partition,
             pad_token_id=pad_token_id,
-            max_seq_len=max_seq_len,
             router_replay_enabled=router_replay_enabled,
             defer_routed_experts_to_policy=defer_routed_experts_to_policy,
+            max_seq_len=max_seq_len,
+            model_shape=None if model_shape is None else (int(model_shape[0]), int(model_shape[1])),
             bounds=bounds,
             branches=branches,
         )
-        self._branches: Branches = settings["branches"]
+        self._routes = self._config.route_mode
         self._client = dp_client
-        self._partition_id = partition_id
-        self._staging_partition = staging_partition
-        self._pad_token_id: int = settings["pad_token_id"]
-        self._max_seq_len: int | None = settings["max_seq_len"]
-        self._direct_routes = router_replay_enabled and not defer_routed_experts_to_policy
-        self._deferred_routes = defer_routed_experts_to_policy
-        self._bounds = bounds
-        self._model_shape = None if model_shape is None else (int(model_shape[0]), int(model_shape[1]))
         self._seen_shape: LayersAndTopK | None = None
         self._source = StagingSource(dp_client, staging_partition=staging_partition)
         self._records = GroupRecords(dp_client, partition_id=partition_id)
-        with_routes = self._direct_routes or self._deferred_routes
-        self._prover = RolloutProver(staging_partition, self._max_seq_len, with_routes)
+        with_routes = self._routes is not RouteMode.OFF
+        self._prover = RolloutProver(staging_partition, self._config.max_seq_len, with_routes)
         self._lost = LostRollouts(dp_client, staging_partition=staging_partition)
         self._publisher = Publisher(dp_client, self._records, partition_id=partition_id)
+
+    @classmethod
+    def from_config(cls, dp_client: RowStore, config: RolloutReassemblerActorConfig) -> Self:
+        """One that is set as an actor with this config is."""
+        return cls(dp_client, **config.settings())
 
     def finalize_rollout(self, rollout_id: str, receipt: Any, *, reward: float | None) -> FinalizedRollout:
         """Prove one rollout. Publishes and clears nothing.
@@ -156,31 +160,18 @@ class RolloutReassembler:
         another type, `DataPlaneError` when the plane fails.
         """
         rollout_id = plain_rollout_id(rollout_id)
-        admitted = admit(rollout_id, receipt, self._bounds)
-        worth = plain_reward(reward)
-        rows = self._prove_group([rollout_id], [admitted], [worth], "terminal", Phases())
-        ((rollout,),) = self._with_routes(rows)
+        admitted = admit(rollout_id, receipt, self._config.bounds)
+        rows = self._prove_group([rollout_id], [admitted], [plain_reward(reward)], "terminal", Phases())
+        ((rollout,),) = self._with_routes(with_call_infos(self._source, rows))
         if rollout.missing_keys and isinstance(admitted, RolloutReceipt):
             return _maybe_cleared(rollout, len(admitted.manifest))
         return rollout
 
     def finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         """`finalize_group` for a request in one piece."""
-        return self.finalize_group(
-            request.group_id,
-            request.rollout_ids,
-            request.receipts,
-            request.rewards,
-            mask_sample=request.mask_sample,
-            fallback_weight_version=request.fallback_weight_version,
-            prompt_idx=request.prompt_idx,
-            loss_multiplier=request.loss_multiplier,
-            canonical_sample_ids=request.canonical_sample_ids,
-            truncated=request.truncated,
-            staged_on=request.staged_on,
-            accept_lost=request.accept_lost,
-            branches=request.branches,
-        )
+        request = plain_request(request)
+        with _Naming(request.group_id):
+            return self._finalize(request)
 
     def finalize_group(
         self,
@@ -211,7 +202,7 @@ class RolloutReassembler:
         `DataPlaneError` when the plane fails before the answer
         is on record; after that the answer is given, with `cleanup_pending` where clearing failed.
         """
-        request = plain_request(
+        return self.finalize(
             ReassemblyRequest(
                 group_id=group_id,
                 rollout_ids=rollout_ids,  # type: ignore[arg-type]  # `plain_request` makes tuples of them
@@ -228,22 +219,22 @@ class RolloutReassembler:
                 branches=branches,
             )
         )
-        with _Naming(request.group_id):
-            return self._finalize(request)
 
     def _finalize(self, request: ReassemblyRequest) -> FinalizedGroup:
         phases = Phases()
-        branches = request.branches or self._branches
-        if branches == "all" and self._deferred_routes:
+        branches = request.branches or self._config.branches
+        if branches == "all" and self._routes is RouteMode.DEFERRED:
             raise RequestError(f"group {request.group_id!r:.200}: {DEFERRED_BRANCHES}")
         with phases("admit"):
             admitted = [
-                admit(rollout_id, receipt, self._bounds)
+                admit(rollout_id, receipt, self._config.bounds)
                 for rollout_id, receipt in zip(request.rollout_ids, request.receipts, strict=True)
             ]
             fingerprint = fingerprint_of(request, admitted, self._settings(branches))
         by_rollout = self._prove_group(request.rollout_ids, admitted, request.rewards, branches, phases)
-        if self._direct_routes:
+        with phases("fetch"):
+            by_rollout = with_call_infos(self._source, by_rollout)
+        if self._routes is RouteMode.DIRECT:
             with phases("routes"):
                 by_rollout = self._with_routes(by_rollout)
         rollouts = [rows[0] for rows in by_rollout]
@@ -252,7 +243,7 @@ class RolloutReassembler:
             with phases("record"):
                 is_known = self._records.lookup(request.group_id) is not None
             if not is_known:
-                refuse_lost_rows(self._client, self._staging_partition, rollouts, admitted, request.staged_on)
+                refuse_lost_rows(self._client, self._config.staging_partition, rollouts, admitted, request.staged_on)
         is_unread = reads_nothing(admitted, rollouts)
         offer = Offer(
             request,
@@ -268,7 +259,7 @@ class RolloutReassembler:
             pending = tuple(f"{rollout_id}/*" for rollout_id in request.rollout_ids)
         else:
             with phases("clear"):
-                pending = clear_group(self._client, self._staging_partition, self._lost, answer)
+                pending = clear_group(self._client, self._config.staging_partition, self._lost, answer)
         return dataclasses.replace(answer, cleanup_pending=pending, timings=phases.timings())
 
     def collect_lost(self) -> Collected:
@@ -284,9 +275,9 @@ class RolloutReassembler:
 
         The shape that rows agree on counts for later groups.
         """
-        if not self._direct_routes:
+        if self._routes is not RouteMode.DIRECT:
             return by_rollout
-        shapes: dict[str, Any] = {"model_shape": self._model_shape, "seen_shape": self._seen_shape}
+        shapes: dict[str, Any] = {"model_shape": self._config.model_shape, "seen_shape": self._seen_shape}
         routed = assemble_group_routes(self._source, list(chain.from_iterable(by_rollout)), **shapes)
         self._seen_shape = shape_seen(routed) or self._seen_shape
         rest = iter(routed)
@@ -295,12 +286,13 @@ class RolloutReassembler:
 
     def _settings(self, branches: Branches) -> dict[str, Any]:
         """What else decides the rows, under the names of the config: part of a request's fingerprint."""
+        config = self._config
         return {
-            "pad_token_id": self._pad_token_id,
-            "max_seq_len": self._max_seq_len,
-            "router_replay_enabled": self._direct_routes or self._deferred_routes,
-            "defer_routed_experts_to_policy": self._deferred_routes,
-            "model_shape": self._model_shape,
+            "pad_token_id": config.pad_token_id,
+            "max_seq_len": config.max_seq_len,
+            "router_replay_enabled": config.router_replay_enabled,
+            "defer_routed_experts_to_policy": config.defer_routed_experts_to_policy,
+            "model_shape": config.model_shape,
             "branches": branches,
         }
 
@@ -354,10 +346,10 @@ class RolloutReassembler:
         fallback = request.fallback_weight_version
         weight_version = min((r.min_wv for r in valid if r.min_wv is not None), default=fallback)
         meta = KVBatchMeta(
-            partition_id=self._partition_id,
+            partition_id=self._config.partition_id,
             task_name=TRAIN_TASK,
             sample_ids=list(offer.sample_ids),
-            fields=list(canonical_schema(with_routes=self._direct_routes)),
+            fields=list(canonical_schema(with_routes=self._routes is RouteMode.DIRECT)),
             sequence_lengths=[len(r.token_ids) if r.valid else 1 for r in rows],
             tags=[{"weight_version": weight_version, "prompt_idx": request.prompt_idx, "group_id": request.group_id}]
             * len(rows),
@@ -386,19 +378,21 @@ class RolloutReassembler:
         """The group as it is published; what was rejected is told to people."""
         request, rows = offer.request, list(chain.from_iterable(by_rollout))
         with phases("assemble"):
-            plan_tags = route_plan_tags(rows) if self._deferred_routes else [{} for _ in rows]
+            plan_tags = route_plan_tags(rows) if self._routes is RouteMode.DEFERRED else [{} for _ in rows]
             answer = self._answer(offer, admitted, by_rollout, plan_tags)
             columns = canonical_columns(
                 rows,
-                pad_token_id=self._pad_token_id,
+                pad_token_id=self._config.pad_token_id,
                 loss_multiplier=request.loss_multiplier,
                 mask_sample=by_row(request.mask_sample, by_rollout),  # type: ignore[arg-type]  # plain: a tuple
                 truncated=by_row(request.truncated or (None,) * len(by_rollout), by_rollout),
-                max_seq_len=self._max_seq_len,
-                with_routes=self._direct_routes,
+                max_seq_len=self._config.max_seq_len,
+                with_routes=self._routes is RouteMode.DIRECT,
             )
             entries = zip(answer.meta.tags or [], rows, plan_tags, strict=True)
-            tags = [{**tag, **segment_tags(row, offer.branches), **extra} for tag, row, extra in entries]
+            tags = [
+                {**tag, **segment_tags(row, offer.branches), **call_tags(row), **extra} for tag, row, extra in entries
+            ]
         _log_rejections(request.group_id, rows)
         return CanonicalRows(answer, columns, tags)
 
@@ -408,7 +402,8 @@ class RolloutReassembler:
         In deferred mode the trainer still reads routes from them, and clears them afterwards.
         """
         plan = rollout.route_plan
-        return () if self._deferred_routes and plan is not None and plan.fragment_keys else rollout.staging_keys
+        is_read_later = self._routes is RouteMode.DEFERRED and plan is not None and plan.fragment_keys
+        return () if is_read_later else rollout.staging_keys
 
 
 class _Naming:

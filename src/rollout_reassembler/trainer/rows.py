@@ -43,6 +43,7 @@ from rollout_reassembler.contract.errors import ContractError
 from rollout_reassembler.contract.messages import KVBatchMeta
 from rollout_reassembler.contract.model_shape import ModelShape
 from rollout_reassembler.contract.routed_experts import MISSING_ROUTE
+from rollout_reassembler.contract.settings import RouteMode
 from rollout_reassembler.data_plane.base import RowStore, SampleBatch, Tags
 from rollout_reassembler.reassembly.routes import LayersAndTopK, RowRoutes
 from rollout_reassembler.reassembly.rows import (
@@ -55,7 +56,6 @@ from rollout_reassembler.trainer.batch import Layout, TrainBatch
 from rollout_reassembler.trainer.deferred_routes import OnFailure, RouteReport, execute_route_plans, settle_routes
 from rollout_reassembler.trainer.selection import Budget, Place, named_rows, places_of, row_tags_of
 
-RouteMode = Literal["off", "direct", "deferred"]
 LossWeight = Literal["token", "rollout"]
 
 _TOKEN_COLUMNS = ("input_ids", "token_mask", "generation_logprobs")
@@ -74,7 +74,7 @@ def iter_batches(
     layout: Layout = "padded",
     loss_weight: LossWeight = "token",
     spans: bool = False,
-    routes: RouteMode = "off",
+    routes: RouteMode | Literal["off", "direct", "deferred"] = "off",
     model_shape: ModelShape | LayersAndTopK | None = None,
     on_failure: OnFailure = "sentinel",
     release: bool = True,
@@ -97,16 +97,17 @@ def iter_batches(
         raise ValueError(f"pad_token_id must fit int64, as token ids do, got {pad_token_id}")
     _check_choice("layout", layout, Layout)
     _check_choice("loss_weight", loss_weight, LossWeight)
-    _check_choice("routes", routes, RouteMode)
+    if routes not in list(RouteMode):
+        raise ValueError(f"routes must be one of {', '.join(repr(mode.value) for mode in RouteMode)}, got {routes!r}")
     _check_choice("on_failure", on_failure, OnFailure)
     reader = None
-    if routes != "off":
+    if routes != RouteMode.OFF:
         if isinstance(model_shape, ModelShape):
             model_shape = (model_shape.layers or 0, model_shape.top_k or 0)
         if not _is_shape(model_shape):
             needed = "model_shape, the model's (layers, experts a token)"
             raise ValueError(f"routes={routes!r} needs {needed}, as (48, 8); got {model_shape!r:.80}")
-        reader = _RouteReader(client, routes, model_shape, on_failure, release)
+        reader = _RouteReader(client, RouteMode(routes), model_shape, on_failure, release)
     return _batches(client, meta, budget, _Making(pad_token_id, layout, loss_weight, spans, reader))
 
 
@@ -165,10 +166,10 @@ class _RouteReader:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (ROUTES_FIELD,) if self.mode == "direct" else ()
+        return (ROUTES_FIELD,) if self.mode is RouteMode.DIRECT else ()
 
     def read(self, batch: SampleBatch, lengths: list[int], tags: list[Tags]) -> tuple[list[RowRoutes], RouteReport]:
-        if self.mode == "direct":
+        if self.mode is RouteMode.DIRECT:
             return settle_routes(
                 batch.sample_ids,
                 lengths,
