@@ -399,7 +399,7 @@ class PlaneConformance:
         self, plane: DataPlaneClient, partition: str
     ) -> None:
         plane.put_samples(["a"], partition, columns_of([row(1)]), tags=[{"x": 1}])
-        plane.register_partition(partition, dict(reversed(SCHEMA.items())), num_samples=8, consumer_tasks=["t"])
+        plane.register_partition(partition, dict(reversed(SCHEMA.items())))
         assert plane.is_registered(partition)
         for other in (
             {**SCHEMA, "step": FieldSpec("int32")},

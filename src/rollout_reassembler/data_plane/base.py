@@ -128,14 +128,7 @@ class StoredSamples:
 class RowStore(Protocol):
     """Rows by key: all that staging, finalizing and training call."""
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: Schema,
-        *,
-        num_samples: int | None = None,
-        consumer_tasks: Sequence[str] = (),
-    ) -> None:
+    def register_partition(self, partition_id: str, fields: Schema) -> None:
         """Create the partition and fix its columns; the same registration again does nothing.
 
         Raises `SchemaViolation` if it exists with other columns.

@@ -106,14 +106,7 @@ class TablePlane:
         self._gate = WriteGate()
         self._is_closed = False
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: Schema,
-        *,
-        num_samples: int | None = None,
-        consumer_tasks: Sequence[str] = (),
-    ) -> None:
+    def register_partition(self, partition_id: str, fields: Schema) -> None:
         schema = checked_schema(fields, partition_id)
         with self.tables.transaction():
             self._refuse_closed("register_partition", partition_id)

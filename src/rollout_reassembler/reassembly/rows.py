@@ -58,13 +58,9 @@ def canonical_schema(*, with_routes: bool) -> Schema:
     return {**CANONICAL_SCHEMA, **ROUTES_SCHEMA} if with_routes else CANONICAL_SCHEMA
 
 
-def register_canonical_partition(
-    dp_client: RowStore, partition_id: str, *, with_routes: bool = False, consumer_tasks: Sequence[str] = ()
-) -> None:
+def register_canonical_partition(dp_client: RowStore, partition_id: str, *, with_routes: bool = False) -> None:
     """Create the canonical partition; doing it again changes nothing."""
-    dp_client.register_partition(
-        partition_id, canonical_schema(with_routes=with_routes), consumer_tasks=list(consumer_tasks)
-    )
+    dp_client.register_partition(partition_id, canonical_schema(with_routes=with_routes))
 
 
 @dataclass(frozen=True, eq=False)

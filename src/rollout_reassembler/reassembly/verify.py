@@ -269,7 +269,7 @@ def _prove(call: StagedCall) -> PackedCall:
         raise VerificationError(f"call {call.model_call_id!r}: {error.detail}", code="corrupt_digest") from error
 
 
-_MATCHED_FIELDS = LISTED_FIELDS[1:]
+_MATCHED_FIELDS = tuple(name for name in LISTED_FIELDS if name != "model_call_id")
 _matched_fields = attrgetter(*_MATCHED_FIELDS)
 
 

@@ -165,7 +165,7 @@ class PackedCall(NamedTuple):
         )
 
 
-LISTED_FIELDS = PackedCall._fields[2:13]
+LISTED_FIELDS = tuple(name for name in PackedCall._fields if name in CallRecord.model_fields)
 """What a manifest row says of a call as well, from its id to its cumulative hash."""
 
 _listed_fields = attrgetter(*LISTED_FIELDS)

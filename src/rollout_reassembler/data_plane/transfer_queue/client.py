@@ -134,15 +134,8 @@ class QueueDataPlane:
         self._gate = SharedGate(_GateRows(rows, cfg.deadlines.metadata))
         self._schemas: dict[str, dict[str, FieldSpec]] = {}
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: Schema,
-        *,
-        num_samples: int | None = None,
-        consumer_tasks: Sequence[str] = (),
-    ) -> None:
-        """As in `base.py`; the queue needs neither `num_samples` nor `consumer_tasks`, it grows by itself."""
+    def register_partition(self, partition_id: str, fields: Schema) -> None:
+        """As in `base.py`."""
         schema = checked_schema(fields, partition_id)
         site = CallSite("register_partition", partition_id)
         if self._registered(site) is None:
