@@ -16,7 +16,7 @@ DEMO_STAMP := $(VENV)/.installed-for-the-demo
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := ray,archive,trainer,demo,mooncake,reports,docs,dev
 # The fast tests: without those that start processes (and whole folders of such), or try thousands of cases.
-CHECK := -m 'not (ray or mooncake or queue or slow or exhaustive)' --ignore=tests/actors --ignore=tests/faults --ignore=tests/demo \
+CHECK := -m 'not (ray or mooncake or queue or slow or exhaustive)' --ignore=tests/actors --ignore=tests/scenarios/faults --ignore=tests/demo \
   --ignore=tests/bench
 TORCH := torch==2.13.0
 # The reference verifier of the differential tests. It asks for a newer Python and a hundred packages that its verifier does

@@ -16,8 +16,8 @@ from rollout_reassembler.reassembly.sweep import sweep_staging
 from rollout_reassembler.staging.codec import pack_call
 from rollout_reassembler.staging.places import place_of
 from tests.captures import PAD, STAGING, MadeRollout, chain, collect, finalize, stage, staged_keys
-from tests.faults.raw_queue import raw_put
 from tests.reassembly.contents import RECORDS, published
+from tests.scenarios.faults.raw_queue import raw_put
 
 pytestmark = pytest.mark.slow
 

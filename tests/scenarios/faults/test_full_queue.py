@@ -16,9 +16,9 @@ from rollout_reassembler.staging.sink import StagingSink
 from rollout_reassembler.staging.source import StagingSource
 from tests.captures import CANONICAL, STAGING, chain, registered, stage
 from tests.data_plane.plain_queue import QueueHost
-from tests.faults.groups import HEALTHY, SIZE, Group, count
-from tests.faults.victims import DEADLINES, VictimHost
 from tests.reassembly.contents import RECORDS
+from tests.scenarios.faults.groups import HEALTHY, SIZE, Group, count
+from tests.scenarios.faults.victims import DEADLINES, VictimHost
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.source import StagingSource
 from tests.captures import STAGING, chain, finalize, stage
 from tests.data_plane.plain_queue import PlainQueue
-from tests.faults.victims import Stage, VictimHost
+from tests.scenarios.faults.victims import Stage, VictimHost
 
 pytestmark = pytest.mark.slow
 

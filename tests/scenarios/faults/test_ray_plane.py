@@ -23,7 +23,7 @@ FAULTS = ("rows_lost", "rows_doubled", "rows_wrong", "answers_wrong", "records_w
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the scenario saw; one cluster for all tests of this module."""
     directory = tmp_path_factory.mktemp("ray-plane")
-    command = [sys.executable, "-m", "tests.faults.scenarios.ray_plane", str(directory)]
+    command = [sys.executable, "-m", "tests.scenarios.faults.programs.ray_plane", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     ended_at = time.time()
     assert done.returncode == 0, done.stderr[-4000:]

@@ -15,7 +15,7 @@ from rollout_reassembler.contract.errors import DataPlaneError, DataPlaneTimeout
 from rollout_reassembler.data_plane.base import FieldSpec
 from rollout_reassembler.data_plane.config import Deadlines
 from tests.data_plane.plain_queue import QueueHost
-from tests.data_plane.test_transfer_queue_faults import run_all
+from tests.data_plane.transfer_queue.test_calls import run_all
 from tests.mooncake_site import MooncakeSite
 
 pytestmark = pytest.mark.mooncake

@@ -18,9 +18,9 @@ from rollout_reassembler.contract.messages import FinalizedGroup
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from tests.captures import CANONICAL
 from tests.data_plane.plain_queue import PlainQueue, in_a_call
-from tests.faults.groups import HEALTHY, KINDS, Group, count
-from tests.faults.requests import Death
-from tests.faults.victims import DEADLINES, Finalize, VictimHost
+from tests.scenarios.faults.groups import HEALTHY, KINDS, Group, count
+from tests.scenarios.faults.requests import Death
+from tests.scenarios.faults.victims import DEADLINES, Finalize, VictimHost
 
 pytestmark = pytest.mark.slow
 

@@ -22,9 +22,9 @@ from rollout_reassembler.data_plane.base import DataPlaneClient
 from tests.captures import CANONICAL, PAD, STAGING, reassembler, registered
 from tests.captures import stage as stage_calls
 from tests.data_plane.plain_queue import PlainQueue, QueueHost
-from tests.faults.groups import HEALTHY, KINDS, SIZE, Group, count
-from tests.faults.victims import DEADLINES
 from tests.reassembly.contents import RECORDS
+from tests.scenarios.faults.groups import HEALTHY, KINDS, SIZE, Group, count
+from tests.scenarios.faults.victims import DEADLINES
 
 pytestmark = pytest.mark.slow
 

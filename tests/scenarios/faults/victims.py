@@ -29,8 +29,8 @@ from rollout_reassembler.staging.places import place_of
 from rollout_reassembler.staging.sink import StagingSink
 from tests.captures import STAGING, chain
 from tests.data_plane.plain_queue import PlainQueue
-from tests.faults.groups import Group
-from tests.faults.requests import Death, Requests
+from tests.scenarios.faults.groups import Group
+from tests.scenarios.faults.requests import Death, Requests
 
 DEADLINES = Deadlines(read=20, write=20, clear=20, metadata=20, connect=20, checkpoint=20)
 
@@ -102,7 +102,7 @@ class VictimHost:
     """The process that forks victims, one at a time. Several hosts work side by side."""
 
     def __init__(self, **env: str) -> None:
-        command = [sys.executable, "-c", "from tests.faults import victims; victims.serve()"]
+        command = [sys.executable, "-c", "from tests.scenarios.faults import victims; victims.serve()"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **env}
         )

@@ -9,8 +9,8 @@ import pytest
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from tests.captures import registered
 from tests.data_plane.plain_queue import PlainQueue, QueueHost
-from tests.faults.victims import DEADLINES, VictimHost
 from tests.reassembly.contents import RECORDS
+from tests.scenarios.faults.victims import DEADLINES, VictimHost
 
 
 @pytest.fixture(scope="session")

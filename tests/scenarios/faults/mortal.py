@@ -8,7 +8,7 @@ from typing import Any
 from rollout_reassembler.actors.rollout_reassembler_actor import _ReassemblerProcess
 from rollout_reassembler.contract.messages import FinalizedGroup, ReassemblyRequest
 from rollout_reassembler.data_plane.base import DataPlaneClient
-from tests.faults.requests import Death, Requests
+from tests.scenarios.faults.requests import Death, Requests
 
 
 class Mortal(_ReassemblerProcess):

@@ -17,9 +17,9 @@ from rollout_reassembler.data_plane.barrier import GATE_PARTITION
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from tests.captures import CANONICAL, STAGING
 from tests.data_plane.plain_queue import PlainQueue
-from tests.faults.groups import KINDS, Group
-from tests.faults.test_killed_finalizers import set_numbers_aside
-from tests.faults.victims import DEADLINES
+from tests.scenarios.faults.groups import KINDS, Group
+from tests.scenarios.faults.test_killed_finalizers import set_numbers_aside
+from tests.scenarios.faults.victims import DEADLINES
 
 pytest.importorskip("transfer_queue")
 

@@ -34,10 +34,10 @@ from rollout_reassembler.data_plane.base import FieldSpec
 from rollout_reassembler.data_plane.config import Deadlines, SimpleBackendConfig
 from rollout_reassembler.data_plane.transfer_queue.cluster import start_local_ray
 from tests.captures import CANONICAL, PAD, STAGING, registered
-from tests.faults.groups import DEFERRED, KINDS, Group, count
-from tests.faults.mortal import Mortal
-from tests.faults.requests import Death
 from tests.reassembly.contents import RECORDS
+from tests.scenarios.faults.groups import DEFERRED, KINDS, Group, count
+from tests.scenarios.faults.mortal import Mortal
+from tests.scenarios.faults.requests import Death
 
 DEADLINES = Deadlines(read=5, write=5, clear=5, metadata=5, connect=20, bootstrap=90, checkpoint=30)
 DP_CONFIG = DataPlaneConfig(impl="transfer_queue", deadlines=DEADLINES, simple=SimpleBackendConfig(num_storage_units=2))
