@@ -55,7 +55,7 @@ lint: $(STAMP)  ## ruff, mypy, import-linter; changes nothing
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(STAMP)  ## mend what ruff can mend
+format: $(STAMP)  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -6,7 +6,7 @@ adapter promises, and what the conformance suite holds it to:
 
 - `put_samples` returns when the rows are durable. It overwrites just the columns it is given; tags
   merge into those that are there. A new row can be read and claimed only when its tags are there. A
-  put that raises may have written any part; the same put again mends it.
+  put that raises may have written any part; the same put again repairs it.
 - `get_samples` returns rows in the order asked. A key that is not there, or lacks a selected
   column, raises `RowsMissing` with exactly those keys; with `partial=True` it is listed in
   `SampleBatch.missing` instead. A get never silently returns fewer rows.

@@ -1,6 +1,6 @@
 """A prompt group, start to end: N receipts come in, exactly N rows are published, staging is cleared.
 
-The steps, what a crash just after each one leaves, and who mends it:
+The steps, what a crash just after each one leaves, and who repairs it:
 
     1 admit     receipts parsed and checked          nothing yet
     2 fetch     one read of all staged calls         nothing; the same request starts over

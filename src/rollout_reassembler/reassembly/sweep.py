@@ -141,6 +141,6 @@ def _condemned(
         if place_of(call) == key:
             spared[key] = {ROLLOUT_TAG: call.rollout_id, STAGED_AT_TAG: dp_client.now()}
     if spared:
-        mended = [{**tags, CONDEMNED_TAG: None} for tags in spared.values()]
-        dp_client.put_samples(list(spared), staging_partition, tags=mended)
+        restored = [{**tags, CONDEMNED_TAG: None} for tags in spared.values()]
+        dp_client.put_samples(list(spared), staging_partition, tags=restored)
     return [key for key in untagged if key not in spared], spared

@@ -240,19 +240,19 @@ def _train_batch(
         input_ids=_tokens(batch["input_ids"], layout, making.pad_token_id),
         token_mask=_tokens(batch["token_mask"], layout, 0.0),
         generation_logprobs=_tokens(batch["generation_logprobs"], layout, 0.0),
-        input_lengths=_numbers(lengths),
+        input_lengths=_int64(lengths),
         cu_seqlens=_cu_seqlens(lengths),
         sample_mask=_scalars(batch["sample_mask"]),
         total_reward=_scalars(batch["total_reward"]),
         mask_sample=_scalars(batch["mask_sample"]),
         truncated=_scalars(batch["truncated"]),
         prompt_ids_for_adv=_tokens(batch[_PROMPT_COLUMN], "padded", making.pad_token_id),
-        prompt_lengths=_numbers(list(map(len, batch[_PROMPT_COLUMN]))),
+        prompt_lengths=_int64(list(map(len, batch[_PROMPT_COLUMN]))),
         row_number=torch.arange(start, start + len(batch)),
-        group_index=_numbers([place.group for place in places]),
-        rollout_index=_numbers([place.rollout for place in places]),
-        rollout_tokens=_numbers(owned),
-        weight_version=_numbers([row_tags.get("weight_version", _NO_VERSION) for row_tags in tags]),
+        group_index=_int64([place.group for place in places]),
+        rollout_index=_int64([place.rollout for place in places]),
+        rollout_tokens=_int64(owned),
+        weight_version=_int64([row_tags.get("weight_version", _NO_VERSION) for row_tags in tags]),
         loss_weight=_tokens(weights, layout, 0.0),
         token_weight_version=_token_versions(spans, lengths, layout) if spans is not None else None,
         spans=spans,
@@ -280,7 +280,7 @@ def _token_versions(spans: Sequence[RowSpans | None], lengths: Sequence[int], la
     return _tokens(cells, layout, _NO_VERSION)
 
 
-def _numbers(values: Sequence[int]) -> torch.Tensor:
+def _int64(values: Sequence[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
