@@ -9,6 +9,7 @@ import pytest
 
 from rollout_reassembler.capture import CallInfo
 from rollout_reassembler.contract.call_info import CALL_KEY
+from rollout_reassembler.contract.errors import PlaneLost
 from rollout_reassembler.data_plane.base import DataPlaneClient
 from rollout_reassembler.data_plane.memory import MemoryDataPlane
 from rollout_reassembler.reassembly.spans import decode_spans
@@ -144,6 +145,21 @@ def test_changed_extras_are_noticed() -> None:
     changed = row[EXTRAS_FIELD][0].replace(b"stop", b"step")
     plane.put_samples([key], STAGING, {CALL_FIELD: row[CALL_FIELD], EXTRAS_FIELD: [changed]})
     assert finalize(plane, [made]).rejections == {"r": "extras_digest_mismatch"}
+
+
+def test_extras_that_went_with_their_plane_are_lost_and_not_rejected() -> None:
+    plane, made = memory_plane(), _rollout(STOPPED)
+    stage(plane, made)
+    taken = plane.get_samples
+    with pytest.MonkeyPatch.context() as patch:
+
+        def without_extras(keys: Any, partition: str, fields: Any = None, **options: Any) -> Any:
+            return taken([] if fields == [EXTRAS_FIELD] else keys, partition, fields, **options)
+
+        patch.setattr(plane, "get_samples", without_extras)
+        with pytest.raises(PlaneLost, match="1 of its 1 staged rows are missing"):
+            finalize(plane, [made], staged_on="another epoch")
+        assert finalize(plane, [made], staged_on=plane.epoch()).rejections == {"r": "missing_staging_row"}
 
 
 def test_the_recorder_refuses_versions_behind_the_last_sampled_token(tmp_path: Path) -> None:

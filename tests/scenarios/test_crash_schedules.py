@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from rollout_reassembler.contract.call_info import CALL_KEY, CallInfo
 from rollout_reassembler.contract.digests import encode_extras
 from rollout_reassembler.contract.errors import DataPlaneError
 from rollout_reassembler.contract.messages import FinalizedGroup
@@ -124,6 +125,15 @@ def forest_group(**changes: Any) -> Group:
     return Group([forest, plain, lost], receipts, [1.0, 0.5, 0.25], asked={"branches": "all"}, **changes)
 
 
+def telling_group(**changes: Any) -> Group:
+    """Calls that say how they ended, beside one that says nothing."""
+    rollouts = [MadeRollout("a"), MadeRollout("b"), chain("c", 1)]
+    for made in rollouts[:2]:
+        info = CallInfo(finish_reason="length", weight_versions=((0, 1), (1, 2)))
+        made.call([1, 2], [3, 4], extras={CALL_KEY: info.encode()})
+    return Group(rollouts, [made.receipt() for made in rollouts], [1.0, 0.5, 0.25], **changes)
+
+
 def with_receipt(at: int, receipt: Any, **changes: Any) -> Group:
     group = a_group(**changes)
     group.receipts[at] = receipt
@@ -171,6 +181,10 @@ GROUPS = {
     "all branches, the terminal garbled": forest_group(
         spoil=lambda plane: plane.put_samples([place_in(plane, "a/after")], STAGING, {"call": [b"garbage"]}) and None
     ),
+    "what calls say of themselves": telling_group(),
+    "what a call says of itself, garbled": telling_group(
+        spoil=lambda plane: plane.put_samples([place_in(plane, "a/c0")], STAGING, {"extras": [b"garbage"]}) and None
+    ),
     "several faults": Group(
         [chain("a", 1), chain("b", 1), chain("c", 1)],
         [None, chain("b", 1).receipt(), chain("c", 1).receipt()],
@@ -202,6 +216,7 @@ def test_a_healthy_group_takes_six_calls():
     assert len(steps_of(GROUPS["a lost receipt"])) == 7
     assert len(steps_of(GROUPS["a garbled row"])) == 8
     assert len(steps_of(GROUPS["routes put together"])) == 8
+    assert len(steps_of(GROUPS["what calls say of themselves"])) == 7
 
 
 # --- one finalizer ----------------------------------------------------------------------------------

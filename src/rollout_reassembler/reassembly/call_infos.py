@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -62,13 +63,15 @@ def _unanimous(values: Sequence[Any]) -> Any:
 
 
 def _informed(rows: list[FinalizedRollout], encoded: Mapping[str, bytes]) -> list[FinalizedRollout]:
+    first = rows[0]
+    missing = tuple(dict.fromkeys(place for row in rows for place in row.info_places if place and place not in encoded))
+    refused = partial(rejected, first.rollout_id, reward=first.reward, staging_keys=first.staging_keys)
+    if missing:
+        return [refused("missing_staging_row", f"the extras at {missing[0]!r} are missing", missing_keys=missing)]
     try:
         return [_with_infos(row, encoded) if any(row.info_places) else row for row in rows]
     except InvalidStagedCall as error:
-        first = rows[0]
-        return [
-            rejected(first.rollout_id, error.code, error.detail, reward=first.reward, staging_keys=first.staging_keys)
-        ]
+        return [refused(error.code, error.detail)]
 
 
 def _with_infos(row: FinalizedRollout, encoded: Mapping[str, bytes]) -> FinalizedRollout:
@@ -90,8 +93,6 @@ def _with_infos(row: FinalizedRollout, encoded: Mapping[str, bytes]) -> Finalize
 
 
 def _read(encoded: Mapping[str, bytes], place: str, digest: str, generation_len: int) -> CallInfo:
-    if place not in encoded:
-        raise InvalidStagedCall(f"the extras at {place!r} are missing", code="missing_staging_row")
     said = open_extras(encoded[place], digest).get(CALL_KEY)
     if not isinstance(said, str | memoryview):
         raise InvalidStagedCall(f"the extras at {place!r} hold no text {CALL_KEY!r}", code=INVALID_CALL_INFO)
