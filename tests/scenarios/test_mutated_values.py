@@ -67,8 +67,8 @@ def test_mutated_values_give_a_call_or_a_typed_error_within_a_second():
             assert pack_call(call.to_call())[16:] == value[16:]
         expected = records[round_ % len(values)]
         with suppress(InvalidStagedCall):
-            listed = unpack_listed([value], calls[round_ % len(values)].rollout_id, [expected])
-            assert listed is None or (listed == [unpack_call(value)] and listed[0].digest == expected.digest)
+            (listed,) = unpack_listed([value], calls[round_ % len(values)].rollout_id, [expected])
+            assert listed is None or (listed == unpack_call(value) and listed.digest == expected.digest)
             verdicts["as listed"] += listed is not None
         slowest = max(slowest, time.thread_time() - begun)
     print(f"\n{ROUNDS} mutated staged values: {dict(verdicts)}, slowest {slowest * 1e3:.1f} ms")

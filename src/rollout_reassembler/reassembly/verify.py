@@ -146,10 +146,11 @@ def prove_rollout(receipt: RolloutReceipt, values: Sequence[bytes]) -> Linearize
     has checked. Raises `InvalidStagedCall` for a value that is not its key's call, and `VerificationError` as
     `verify_and_linearize` does.
     """
-    calls = unpack_listed(values, receipt.rollout_id, receipt.manifest)
-    if calls is None:
-        pairs = zip(receipt.manifest, values, strict=True)
-        return verify_and_linearize(receipt, [prove_call(record.staging_key, value) for record, value in pairs])
+    listed = unpack_listed(values, receipt.rollout_id, receipt.manifest)
+    calls = [call for call in listed if call is not None]
+    if len(calls) < len(listed):
+        entries = zip(listed, receipt.manifest, values, strict=True)
+        return verify_and_linearize(receipt, [call or prove_call(r.staging_key, value) for call, r, value in entries])
     check_receipt_state(receipt)
     return _linearize(receipt, {call.model_call_id: call for call in calls})
 
@@ -221,8 +222,8 @@ def _each_proven(
         try:
             if value is None:
                 raise InvalidStagedCall(f"{record.staging_key!r} is missing", code="missing_staging_row")
-            listed = unpack_listed([value], receipt.rollout_id, [record])
-            call = listed[0] if listed is not None else prove_call(record.staging_key, value)
+            (listed,) = unpack_listed([value], receipt.rollout_id, [record])
+            call = listed or prove_call(record.staging_key, value)
             _match_fields(receipt.rollout_id, record, call)
             calls[record.model_call_id] = call
         except (InvalidStagedCall, VerificationError) as error:

@@ -16,8 +16,8 @@ The preimage holds the call's identity, lengths, columns and hashes, length-pref
 order, so nothing is stored twice and proving a row is one hash over the bytes as they lie:
 
     unpack_call(value)                          →  PackedCall: parsed, checked and proven
-    unpack_listed(values, rollout_id, records)  →  the same calls, where each value is exactly what its
-                                                   record lists: held against it, not parsed
+    unpack_listed(values, rollout_id, records)  →  the same calls, held against what their records list and not
+                                                   parsed; none where a value is another call's
 
 A `PackedCall` that exists is valid: its columns have `delta_len` values, masks are 0 or 1, a mask-0
 token has log probability 0, everything is finite, and the contents hash to the digest. What it
@@ -192,36 +192,42 @@ def unpack_call(value: bytes) -> PackedCall:
         raise InvalidStagedCall(f"truncated or garbled packed call of {len(value)} bytes: {error}") from error
 
 
-def unpack_listed(values: Iterable[bytes], rollout_id: str, records: Iterable[CallRecord]) -> list[PackedCall] | None:
+def unpack_listed(
+    values: Iterable[bytes | None], rollout_id: str, records: Iterable[CallRecord]
+) -> list[PackedCall | None]:
     """The calls of `rollout_id` that `records` list, from their values, in that order; each proven.
 
     A record says every byte of a value but its header and its columns, so the value is held against those
-    bytes. `None` when one of the values is anything else: `unpack_call` says what it is. Raises
+    bytes. `None` stands for a value that is anything else: `unpack_call` says what it is. Raises
     `InvalidStagedCall` for a column that no call can have.
     """
     rollout = _PREAMBLE + text(rollout_id)
-    calls: list[PackedCall] = []
-    for value, record in zip(values, records, strict=True):
-        listed = _listed_fields(record)
-        call_id, parent_id, _, prev_len, delta_len, cum_len, weight_version, digest, extras, chain, cumulative = listed
-        lineage = _ROOT if parent_id is None else _PRESENT + text(parent_id) + _CHILD_MODE
-        lengths = _LENGTHS.pack(prev_len, delta_len, cum_len, weight_version)
-        proof = bytes.fromhex(digest)
-        head = b"".join((proof, rollout, text(call_id), lineage, lengths))
-        tail = _PRESENT.join((bytes.fromhex(extras), bytes.fromhex(chain), bytes.fromhex(cumulative)))
-        tokens_at = _DIGEST_AT + len(head) + _COUNTS.size
-        told = _read_header(value, proof)
-        if (
-            told is None
-            or not value.startswith(head, _DIGEST_AT)
-            or not value.endswith(tail)
-            or not _has_columns(value, delta_len, places := _columns_at(tokens_at, delta_len))
-            or hashlib.sha256(memoryview(value)[_HEADER.size :]).digest() != proof
-        ):
-            return None
-        carry_len = _check_columns(value, delta_len, places)
-        calls.append(PackedCall._make((value, rollout_id, *listed, carry_len, *told, tokens_at)))
-    return calls
+    return [
+        _listed_call(value, rollout_id, rollout, record) if value is not None else None
+        for value, record in zip(values, records, strict=True)
+    ]
+
+
+def _listed_call(value: bytes, rollout_id: str, preamble: bytes, record: CallRecord) -> PackedCall | None:
+    listed = _listed_fields(record)
+    call_id, parent_id, _, prev_len, delta_len, cum_len, weight_version, digest, extras, chain, cumulative = listed
+    lineage = _ROOT if parent_id is None else _PRESENT + text(parent_id) + _CHILD_MODE
+    lengths = _LENGTHS.pack(prev_len, delta_len, cum_len, weight_version)
+    proof = bytes.fromhex(digest)
+    head = b"".join((proof, preamble, text(call_id), lineage, lengths))
+    tail = _PRESENT.join((bytes.fromhex(extras), bytes.fromhex(chain), bytes.fromhex(cumulative)))
+    tokens_at = _DIGEST_AT + len(head) + _COUNTS.size
+    told = _read_header(value, proof)
+    if (
+        told is None
+        or not value.startswith(head, _DIGEST_AT)
+        or not value.endswith(tail)
+        or not _has_columns(value, delta_len, places := _columns_at(tokens_at, delta_len))
+        or hashlib.sha256(memoryview(value)[_HEADER.size :]).digest() != proof
+    ):
+        return None
+    carry_len = _check_columns(value, delta_len, places)
+    return PackedCall._make((value, rollout_id, *listed, carry_len, *told, tokens_at))
 
 
 def _header_proof(fields: bytes, digest: bytes) -> bytes:
